@@ -1,0 +1,203 @@
+"""The classes that are mixed in front of transformers' own: a model's entry and exit, and its attention.
+
+Each is swapped in by ``cpkit.patch`` under the name of the class it extends. With context parallelism off, or while
+decoding one token at a time, they call straight through.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AttentionInterface
+from transformers.modeling_utils import slice_logits_to_keep
+
+from .attention import attend
+from .errors import CpkitError, UnsupportedInput
+from .faults import guarded, watched
+from .session import ATTENTION_NAME, Session
+
+__all__ = ["AttentionBoundary", "BaseModelBoundary", "CausalLMBoundary", "packed_attention"]
+
+_IGNORED = {"position_ids", "use_cache", "is_causal", "dropout", "return_dict", "max_length_q", "max_length_k"}
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cp_context=None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention in transformers' own socket: ``query [1, heads, held, dim]`` of this rank over packed ``key`` and
+    ``value [1, kv_heads, keys, dim]``, to ``[1, held, heads, value_dim]``. The mask is a placeholder: who sees what
+    comes from the context. Unknown arguments (sinks, biases, soft caps) are refused, never dropped.
+    """
+    unknown = {
+        name for name, given in kwargs.items() if given is not None and name not in _IGNORED and "output_" not in name
+    }
+    if unknown:
+        raise UnsupportedInput(
+            f"{type(module).__name__} passes {sorted(unknown)} to its attention, which context parallelism does not know"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if not cp_context.local_rows:
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+    rounds = cp_context.rounds(cp_context.cache.key_lengths[module.layer_idx], sliding_window)
+    out = attend(*(x[0].transpose(0, 1) for x in (query, key, value)), rounds, scale, cp_context.backend)
+    return out.unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION_NAME, packed_attention)
+
+
+class AttentionBoundary:
+    """Runs the family's own attention forward with ``packed_attention`` in place of the configured function."""
+
+    cp_session: Session
+
+    def forward(self, *args, cp_context=None, **kwargs):
+        if cp_context is None:
+            return super().forward(*args, **kwargs)
+        plain = self.config
+        self.config = self.cp_session.attention_config(plain)
+        try:
+            return super().forward(*args, cp_context=cp_context, **kwargs)
+        finally:
+            self.config = plain
+
+
+class BaseModelBoundary:
+    """The model without its head: takes whole inputs, runs this rank's rows, gives whole outputs back."""
+
+    cp_session: Session
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        cache=None,
+        inputs_embeds=None,
+        use_cache=None,
+        cp_logits_to_keep=0,
+        **kwargs,
+    ):
+        cache = kwargs.pop("past_key_values", cache)
+        arguments = dict(attention_mask=attention_mask, position_ids=position_ids, cache=cache)
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        return_dict = kwargs.pop("return_dict", None)
+        return_dict = getattr(self.config, "return_dict", True) if return_dict is None else return_dict
+        session = self.cp_session
+        if not session.enabled or (tokens is not None and tokens.shape[1] == 1):
+            outputs = super().forward(
+                input_ids=input_ids,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+                return_dict=True,
+                **arguments,
+                **kwargs,
+            )
+            outputs.last_hidden_state = slice_logits_to_keep(outputs.last_hidden_state, cp_logits_to_keep)
+            return outputs if return_dict else outputs.to_tuple()
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        inputs = {
+            "tokens": tokens,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "cu_seq_lens": kwargs.pop("cu_seq_lens_q", None),
+        }
+        problem = _refusal(self, input_ids, inputs_embeds, inputs["cu_seq_lens"], kwargs)
+        device = self.get_input_embeddings().weight.device
+        context, store = session.enter(inputs, cache, use_cache, problem, device)
+        session.context = context
+        try:
+            with guarded(), torch.no_grad():
+                flat = tokens.flatten(0, 1)[context.batch.slots[context.held].to(tokens.device)].unsqueeze(0)
+                outputs = super().forward(
+                    input_ids=flat if inputs_embeds is None else None,
+                    inputs_embeds=None if inputs_embeds is None else flat,
+                    attention_mask=torch.zeros(1, 1, 1, 1, device=device),  # 4-D: transformers takes it as it is
+                    position_ids=context.batch.positions[context.held].to(device).unsqueeze(0),
+                    cache=context.cache,
+                    use_cache=True,
+                    return_dict=True,
+                    cp_context=context,
+                    **kwargs,
+                )
+                return self._whole(outputs, context, store, cp_logits_to_keep, return_dict)
+        finally:
+            session.context = None
+
+    def _whole(self, outputs, context, store, keep, return_dict):
+        """The outputs in the caller's shapes, the caller's cache among them."""
+        collect = self.cp_session.collect
+        hidden = outputs.get("hidden_states")
+        if hidden is not None:  # its last entry is the last hidden state
+            outputs.hidden_states = tuple(h if h is None else collect(context, h, 0) for h in hidden)
+        if outputs.get("router_logits") is not None:
+            outputs.router_logits = tuple(
+                collect(context, r.unsqueeze(0), 0).flatten(0, 1) for r in outputs.router_logits
+            )
+        outputs.last_hidden_state = collect(context, outputs.last_hidden_state, keep)
+        outputs.cache = store
+        return outputs if return_dict else outputs.to_tuple()
+
+
+def _refusal(model, input_ids, inputs_embeds, cu_seq_lens, kwargs) -> CpkitError | None:
+    """What cannot be kept under context parallelism, by name."""
+    if (input_ids is None) == (inputs_embeds is None):
+        return UnsupportedInput("pass exactly one of input_ids and inputs_embeds")
+    if model.training:
+        return UnsupportedInput("context-parallel prefill has no backward pass; call model.eval() first")
+    if kwargs.get("output_attentions", getattr(model.config, "output_attentions", False)):
+        return UnsupportedInput(
+            "output_attentions=True needs the [tokens, tokens] weights that context parallelism never builds; use "
+            "`with cpkit.disabled(model):` for it"
+        )
+    keys = kwargs.pop("cu_seq_lens_k", None)
+    if keys is not None and (cu_seq_lens is None or not torch.equal(keys, cu_seq_lens)):
+        return UnsupportedInput("cu_seq_lens_k must equal cu_seq_lens_q: packed requests have no cached prefix")
+    return None
+
+
+class CausalLMBoundary:
+    """The model with its head: hands ``logits_to_keep`` to the exit, so that only those rows leave the ranks, and
+    lets all ranks sample alike."""
+
+    cp_session: Session
+
+    def forward(self, *args, **kwargs):
+        plain = super().forward
+        given = inspect.signature(plain).bind(*args, **kwargs).arguments
+        given.update(given.pop("kwargs", {}))
+        keep = given.pop("logits_to_keep", 0)
+        if given.get("labels") is not None and not (isinstance(keep, int) and keep == 0):
+            return plain(**given, logits_to_keep=keep)
+        return plain(**given, logits_to_keep=0, cp_logits_to_keep=keep)
+
+    def generate(self, *args, **kwargs):
+        share_random_state(self.cp_session)
+        return super().generate(*args, **kwargs)
+
+
+def share_random_state(session: Session) -> None:
+    """Give every rank of a DP group the random state of its first rank, so that they sample the same tokens."""
+    group = session.groups.replica
+    if group.size == 1:
+        return
+    on_cpu = torch.get_rng_state()
+    on_device = torch.cuda.get_rng_state() if session.groups.device_type == "cuda" else on_cpu[:0]
+    state = torch.cat([on_cpu, on_device]).to(session.groups.device_type)
+    with watched("random state"):
+        dist.broadcast(state, group.ranks[0], group=group.handle)
+    state = state.cpu()
+    torch.set_rng_state(state[: len(on_cpu)])
+    if len(on_device):
+        torch.cuda.set_rng_state(state[len(on_cpu) :])

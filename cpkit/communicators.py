@@ -1,0 +1,196 @@
+"""How rows reach the experts that other ranks hold, and come back: transformers' ``EPImplementation`` socket.
+
+    all_to_all   a row travels once to each rank that has one of its experts, however many of its experts live there;
+                 the weighted sum over that rank's experts comes back
+    gather       every rank of the expert group gets all rows, runs its own experts, and the sums are reduced back
+    local        every rank has all experts: nothing travels (no expert parallelism)
+
+Ranks that hold the same rows (a TP group in a context-parallel forward, a whole DP group while decoding) first divide
+them, so that no row is sent or computed twice, and share the results afterwards. A few rows that every expert rank
+holds already (decoding) are not moved at all: each rank runs its own experts and the sums are reduced. Empty ranks take
+part in every collective.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+
+from .errors import ConfigurationError
+from .faults import watched
+from .rows import exchange, gather_uneven
+from .topology import Group
+from .trace import record
+
+if TYPE_CHECKING:
+    from .session import Session
+
+__all__ = ["AllToAll", "Communicator", "Gather", "choose_communicator", "expected_copies"]
+
+
+class Communicator(EPImplementation):
+    """Base: divides rows that several ranks hold, and brings results back to all of them.
+
+    transformers builds one for each experts module; ``experts.cp_session`` says which forward is running.
+    """
+
+    def __init__(self, experts, ep_mesh, tp_mesh):
+        super().__init__(experts, ep_mesh, tp_mesh)
+        self.session: Session = experts.cp_session
+        self.group: Group = self.session.groups.ep
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """``[rows, hidden]``, ``[rows, k]`` global expert ids and ``[rows, k]`` weights to ``[rows, hidden]`` sums."""
+        context, groups = self.session.context, self.session.groups
+        if context is None and set(self.group.ranks) <= set(groups.replica.ranks):
+            return self.reduce_in_place(hidden_states, top_k_index, top_k_weights)
+        share = groups.replica if context is None else groups.tp
+        real = len(hidden_states) if context is None else context.local_rows  # without a stand-in row
+        bounds = [real * part // share.size for part in range(share.size + 1)]
+        mine = slice(bounds[share.rank], bounds[share.rank + 1])
+        summed = self.exchange(hidden_states[mine], top_k_index[mine], top_k_weights[mine])
+        counts = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+        shared = gather_uneven(summed, counts, share, "share expert sums")
+        return shared if len(shared) == len(hidden_states) else torch.zeros_like(hidden_states)
+
+    def exchange(self, rows: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Weighted expert sums ``[rows, hidden]`` of this rank's own rows."""
+        raise NotImplementedError
+
+    def run_local(self, rows: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Weighted sums over this rank's own experts; ``experts`` are global ids and the others' are left out.
+
+        The experts see one (row, expert) pair a row, so that absent experts cost nothing.
+        """
+        local = experts - self.group.rank * self.num_local_experts
+        row, choice = ((local >= 0) & (local < self.num_local_experts)).nonzero(as_tuple=True)
+        if len(row) == 0:
+            return torch.zeros_like(rows)
+        pairs = self.experts_forward(rows[row], local[row, choice, None], weights[row, choice, None])
+        return _sum_into(len(rows), row, pairs).to(rows.dtype)
+
+    def reduce_in_place(self, rows: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """For rows that every rank of the expert group holds: one all-reduce of the local sums."""
+        summed = self.run_local(rows, experts, weights)
+        event = record(
+            "reduce expert sums",
+            "all-reduce",
+            self.group.size,
+            len(rows),
+            2 * summed.nbytes * (self.group.size - 1) // self.group.size,
+        )
+        with watched("reduce expert sums"):
+            dist.all_reduce(summed, group=self.group.handle)
+        event.end = time.perf_counter()
+        return summed
+
+
+class AllToAll(Communicator):
+    """A row travels once to each rank that has one of its experts."""
+
+    def exchange(self, rows: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        ranks = torch.arange(self.group.size, device=rows.device)
+        needs = (experts.unsqueeze(0) // self.num_local_experts == ranks.view(-1, 1, 1)).any(-1)  # [ranks, rows]
+        receiver, row = needs.nonzero(as_tuple=True)  # sorted by receiver
+        sends = needs.sum(1)
+        receives = torch.empty_like(sends)
+        event = record("expert row counts", "exchange", self.group.size, 0, 8 * (self.group.size - 1))
+        with watched("expert row counts"):
+            dist.all_to_all_single(receives, sends, group=self.group.handle)
+        event.end = time.perf_counter()
+        send_counts, receive_counts = torch.stack([sends, receives]).tolist()  # the layer's one wait for the device
+
+        def travel(tensor: torch.Tensor, name: str) -> torch.Tensor:
+            arrived, work, event = exchange(tensor[row], send_counts, receive_counts, self.group, name)
+            with watched(name):
+                work.wait()
+            event.end = time.perf_counter()
+            return arrived
+
+        summed = self.run_local(
+            travel(rows, "dispatch rows"),
+            travel(experts.to(torch.int32), "dispatch experts").long(),
+            travel(weights, "dispatch weights"),
+        )
+        returned, work, event = exchange(summed, receive_counts, send_counts, self.group, "combine rows")
+        with watched("combine rows"):
+            work.wait()
+        event.end = time.perf_counter()
+        return _sum_into(len(rows), row, returned).to(rows.dtype)
+
+
+class Gather(Communicator):
+    """All rows to every rank of the expert group, and the sums back with a reduce-scatter. No host synchronisation
+    where the layout tells the row counts."""
+
+    def exchange(self, rows: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        counts = self.session.expert_rows(len(rows), rows.device)
+        most = max(counts)
+        if most == 0:
+            return rows
+        all_rows = gather_uneven(rows, counts, self.group, "gather rows")
+        all_experts = gather_uneven(experts.to(torch.int32), counts, self.group, "gather experts").long()
+        all_weights = gather_uneven(weights, counts, self.group, "gather weights")
+        summed = self.run_local(all_rows, all_experts, all_weights)
+        padded = summed.new_zeros(self.group.size, most, summed.shape[-1])
+        for rank, part in enumerate(summed.split(counts)):
+            padded[rank, : len(part)] = part
+        mine = summed.new_empty(most, summed.shape[-1])
+        event = record(
+            "scatter expert sums",
+            "return all",
+            self.group.size,
+            (self.group.size - 1) * len(rows),
+            (self.group.size - 1) * mine.nbytes,
+        )
+        with watched("scatter expert sums"):
+            dist.reduce_scatter_single(mine, padded.flatten(0, 1), group=self.group.handle)
+        event.end = time.perf_counter()
+        return mine[: len(rows)]
+
+
+def _sum_into(rows: int, row: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+    """Sum ``parts`` ``[n, hidden]`` into ``row`` ``[n]`` of ``[rows, hidden]`` in fp32: rounded once, as one sum is."""
+    return torch.zeros(rows, parts.shape[-1], device=parts.device).index_add_(0, row, parts.float())
+
+
+COMMUNICATORS = {"all_to_all": AllToAll, "gather": Gather}
+for _name, _communicator in COMMUNICATORS.items():
+    EPImplementationInterface.register(f"cpkit_{_name}", _communicator)
+
+
+def expected_copies(experts: int, top_k: int, ranks: int) -> float:
+    """Expected number of *other* ranks that have one of a row's ``top_k`` experts, experts drawn without replacement:
+    ``(R - 1) * (1 - C(E - E/R, k) / C(E, k))``."""
+    elsewhere = experts - experts // ranks
+    return (ranks - 1) * (1 - math.comb(elsewhere, top_k) / math.comb(experts, top_k))
+
+
+def choose_communicator(name: str, experts: int, top_k: int, ranks: int) -> tuple[str, str]:
+    """The communicator to use and why. ``auto`` takes the one that moves fewer bytes; within 10% it takes ``gather``,
+    which saves a round of counts and a wait for the device in each layer."""
+    known: Sequence[str] = ["local", *COMMUNICATORS]
+    if name != "auto" and name not in known:
+        raise ConfigurationError(f"communicator {name!r} is not known; use 'auto' or one of {list(known)}")
+    if ranks == 1:
+        if name in COMMUNICATORS:
+            raise ConfigurationError(f"communicator {name!r} moves rows between expert ranks and ep is 1; use 'local'")
+        return "local", "ep is 1: every rank has all experts"
+    if name == "local":
+        raise ConfigurationError(f"communicator 'local' needs all experts on every rank, and ep is {ranks}; use 'auto'")
+    if name != "auto":
+        return name, "asked for"
+    copies = expected_copies(experts, top_k, ranks)
+    share = copies / (ranks - 1)
+    reason = f"a row has experts on {copies:.2f} of {ranks - 1} other ranks on average"
+    if share > 0.9:
+        return "gather", f"{reason}, so all_to_all would save {1 - share:.0%} of the bytes and cost a round of counts"
+    return "all_to_all", f"{reason}, so it moves {share:.0%} of the bytes of gather"

@@ -1,0 +1,39 @@
+"""The errors that cpkit raises. Each message says what was wrong, the value, and what to do."""
+
+__all__ = [
+    "ConfigurationError",
+    "CpkitError",
+    "MissingPackage",
+    "RankFailure",
+    "RankMismatch",
+    "UnsupportedInput",
+    "UnsupportedModel",
+]
+
+
+class CpkitError(Exception):
+    """Base class of everything that cpkit raises on purpose."""
+
+
+class ConfigurationError(CpkitError, ValueError):
+    """Sizes, names or options that cannot work together."""
+
+
+class UnsupportedModel(CpkitError, ValueError):
+    """A model, a transformers version or a state of a model that cpkit cannot patch."""
+
+
+class UnsupportedInput(CpkitError, ValueError):
+    """A forward argument that context parallelism cannot honour exactly."""
+
+
+class MissingPackage(CpkitError, ImportError):
+    """An optional package that was asked for is not installed."""
+
+
+class RankMismatch(CpkitError, RuntimeError):
+    """The ranks of one DP group were called with different inputs, or one of them could not start."""
+
+
+class RankFailure(CpkitError, RuntimeError):
+    """Another rank stopped in the middle of a forward."""

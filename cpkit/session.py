@@ -1,0 +1,137 @@
+"""What one patched model needs at run time: the resolved options, and the entry and exit of each forward."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import Cache, DynamicCache
+
+from .attention import Backend
+from .balance import Work, choose_strategy
+from .batch import Batch, read_batch
+from .cache import PREFILL_CACHES
+from .context import ForwardContext
+from .errors import CpkitError, UnsupportedInput
+from .faults import agree, checksum
+from .layout import layout
+from .topology import Groups
+
+__all__ = ["Session"]
+
+ATTENTION_NAME = "cpkit"  # our own entry in transformers' attention registry
+
+
+@dataclass(eq=False)
+class Session:
+    """The state that a patched model carries. ``context`` is set while a context-parallel forward runs."""
+
+    config: Any
+    groups: Groups
+    strategy: str
+    backend: Backend
+    communicator: str
+    cache: str
+    check_inputs: bool
+    reasons: dict[str, str]
+    enabled: bool = True
+    context: ForwardContext | None = None
+    last_strategy: tuple[str, str] | None = None
+    undo: list = field(default_factory=list)
+    _attention_configs: dict[int, Any] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo):
+        raise CpkitError(
+            "a patched model cannot be copied: its process groups and hooks belong to the original; "
+            "call cpkit.remove(model), copy it, and cpkit.apply each"
+        )
+
+    def attention_config(self, plain: Any) -> Any:
+        """``plain`` under our attention's name, for the attention modules while a context-parallel forward runs."""
+        if id(plain) not in self._attention_configs:
+            ours = copy.copy(plain)
+            ours._attn_implementation_internal = ATTENTION_NAME
+            self._attention_configs[id(plain)] = ours
+        return self._attention_configs[id(plain)]
+
+    def enter(
+        self,
+        inputs: dict[str, torch.Tensor | None],
+        cache: Cache | None,
+        use_cache: bool,
+        problem: CpkitError | None,
+        device: torch.device,
+    ) -> tuple[ForwardContext, Cache | None]:
+        """Make the context of a forward, or raise the same error on every rank of the replica group.
+
+        ``inputs`` holds ``tokens`` (``[batch, slots]`` ids or ``[batch, slots, hidden]`` embeddings),
+        ``attention_mask``, ``position_ids`` and ``cu_seq_lens``. Returns the context, and the cache to give back.
+        """
+        batch: Batch | None = None
+        tokens, past = inputs["tokens"], cache.get_seq_length() if cache is not None else 0
+        if problem is None:
+            try:
+                batch = read_batch(
+                    tuple(tokens.shape[:2]),
+                    int(past),
+                    inputs["attention_mask"],
+                    inputs["position_ids"],
+                    inputs["cu_seq_lens"],
+                )
+                if batch.prefix_has_holes and getattr(self.config, "sliding_window", None) and cache is not None:
+                    raise UnsupportedInput(
+                        "padding inside the cached prefix of a sliding-window model: its window counts padding; "
+                        "pad prompts on the left, or send one request at a time"
+                    )
+            except CpkitError as error:
+                problem = error
+        if self.check_inputs:
+            agree(self.groups.replica, problem, 0 if problem else checksum(*inputs.values(), past, use_cache), device)
+        elif problem is not None:
+            raise problem
+        name, reason = self.strategy, "asked for"
+        if name == "auto":
+            name, reason = choose_strategy(Work.of(self.config), batch.lengths, batch.prefixes, self.groups.cp.size)
+        self.last_strategy = name, reason
+        placed = layout(name, batch.lengths, batch.prefixes, self.groups.cp.size)
+        context = ForwardContext(batch, placed, self.groups, self.backend, device)
+        store = DynamicCache(config=self.config) if use_cache and cache is None else cache
+        context.cache = PREFILL_CACHES[self.cache](context, store)
+        return context, store
+
+    def collect(self, context: ForwardContext, held: torch.Tensor, keep: int | torch.Tensor) -> torch.Tensor:
+        """The exit: ``[1, held, …]`` local values to ``[batch, kept, …]`` in the caller's slots on every rank.
+
+        ``keep`` is transformers' ``logits_to_keep``: the last ``keep`` slots, 0 for all, or a tensor of places. Only
+        those rows leave the ranks. Padding gives zeros.
+        """
+        batch, local = context.batch, held[0, : context.local_rows]
+        if isinstance(keep, int) and keep == 0:
+            return batch.to_slots(context.all_rows.fetch(local, "output").wait())
+        slots = torch.arange(batch.shape[1])
+        wanted = batch.rows_of_slots(slots[-keep:] if isinstance(keep, int) else slots[keep.cpu()])  # [batch, kept]
+        rows = context.listed_rows(wanted[wanted >= 0]).fetch(local, "output").wait()
+        out = rows.new_zeros(*wanted.shape, *rows.shape[1:])
+        out[(wanted >= 0).to(out.device)] = rows
+        return out
+
+    def expert_rows(self, mine: int, device: torch.device) -> list[int]:
+        """How many rows each rank of the expert group brings; ``mine`` is this rank's number.
+
+        Inside one DP group the layout tells; otherwise one small gather, in every layer, so that DP groups that are
+        in different kinds of forward still issue the same collectives.
+        """
+        ep, topology = self.groups.ep, self.groups.topology
+        if self.context is not None and set(ep.ranks) <= set(self.groups.replica.ranks):
+            first, counts = self.groups.replica.ranks[0], []
+            for rank in ep.ranks:
+                cp, tp = divmod(rank - first, topology.tp)
+                real = self.context.layout.local_rows[cp]
+                counts.append(real * (tp + 1) // topology.tp - real * tp // topology.tp)
+            return counts
+        counts = torch.empty(ep.size, dtype=torch.int64, device=device)
+        dist.all_gather_single(counts, torch.tensor([mine], device=device), group=ep.handle)
+        return counts.tolist()
