@@ -178,9 +178,11 @@ class CausalLMBoundary:
         given = inspect.signature(plain).bind(*args, **kwargs).arguments
         given.update(given.pop("kwargs", {}))
         keep = given.pop("logits_to_keep", 0)
-        if given.get("labels") is not None and not (isinstance(keep, int) and keep == 0):
-            return plain(**given, logits_to_keep=keep)
-        return plain(**given, logits_to_keep=0, cp_logits_to_keep=keep)
+        every = isinstance(keep, int) and keep == 0
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.cp_session.enabled):
+            if given.get("labels") is not None and not every:
+                return plain(**given, logits_to_keep=keep)
+            return plain(**given, logits_to_keep=0, cp_logits_to_keep=keep)
 
     def generate(self, *args, **kwargs):
         share_random_state(self.cp_session)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -27,12 +29,13 @@ def _child(rank: int, world: int, store: str, timeout: float, pipe, function: Ca
             world_size=world,
             timeout=timedelta(seconds=timeout),
         )
-        pipe.send((True, function(*args)))
+        answer = True, function(*args)
     except BaseException as error:
-        pipe.send((False, (error, traceback.format_exc())))
-    finally:
-        pipe.close()
-        os._exit(0)
+        answer = False, (error, traceback.format_exc())
+    buffer = io.BytesIO()
+    torch.save(answer, buffer)
+    pipe.send_bytes(buffer.getvalue())
+    os._exit(0)
 
 
 def start_ranks(world: int, function: Callable, *args: Any, timeout: float = TIMEOUT_SECONDS) -> list[Any]:
@@ -52,10 +55,12 @@ def start_ranks(world: int, function: Callable, *args: Any, timeout: float = TIM
             theirs.close()
             ends.append(mine)
             children.append(child)
-        results = []
+        results, deadline = [], time.monotonic() + 600
         for end in ends:
             try:
-                results.append(end.recv() if end.poll(timeout * 4) else (False, (TimeoutError("no answer"), "")))
+                answered = end.poll(max(timeout * 4, deadline - time.monotonic()))
+                answer = torch.load(io.BytesIO(end.recv_bytes()), weights_only=False) if answered else None
+                results.append(answer or (False, (TimeoutError("no answer"), "")))
             except EOFError as error:
                 results.append((False, (error, "")))
         for child in children:

@@ -10,8 +10,8 @@ layout:
 
 A backend is a function ``run(query, key, value, pieces, scale) -> (out, lse)``: ``query [rows, heads, dim]``,
 ``key [keys, kv_heads, dim]``, ``value [keys, kv_heads, value_dim]``, pieces that tile the query rows in order;
-``out [rows, heads, value_dim]`` and ``lse [rows, heads]`` in fp32, natural logarithm, ``-inf`` for a query that sees
-no key.
+``out [rows, heads, value_dim]`` in the query's dtype or fp32, and ``lse [rows, heads]`` in fp32, natural logarithm,
+``-inf`` for a query that sees no key.
 """
 
 from __future__ import annotations
@@ -79,8 +79,7 @@ def merge(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Ten
     lses = torch.stack([lse for _, lse in parts])
     lse = lses.logsumexp(0)
     weights = (lses - lse).exp().nan_to_num(0.0)  # -inf - -inf: no key in any part
-    total = sum(out.float() * weight.unsqueeze(-1) for (out, _), weight in zip(parts, weights, strict=True))
-    return total.to(parts[0][0].dtype), lse
+    return sum(out.float() * weight.unsqueeze(-1) for (out, _), weight in zip(parts, weights, strict=True)), lse
 
 
 Run = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -137,7 +136,7 @@ def attend(
     backend: Backend,
 ) -> torch.Tensor:
     """``[rows, heads, value_dim]``: attention of the local queries, rounds merged."""
-    return merge([backend.run(query, key, value, tiles, scale) for tiles in rounds])[0]
+    return merge([backend.run(query, key, value, tiles, scale) for tiles in rounds])[0].to(query.dtype)
 
 
 from . import flash, sdpa  # noqa: E402  (they need Piece and Backend)
