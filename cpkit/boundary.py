@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface
+from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_utils import slice_logits_to_keep
 
 from .attention import attend
@@ -95,7 +97,7 @@ class BaseModelBoundary:
         return_dict = kwargs.pop("return_dict", None)
         return_dict = getattr(self.config, "return_dict", True) if return_dict is None else return_dict
         session = self.cp_session
-        if not session.enabled or (tokens is not None and tokens.shape[1] == 1):
+        if tokens is not None and not session.takes(tokens.shape[1]):
             outputs = super().forward(
                 input_ids=input_ids,
                 inputs_embeds=inputs_embeds,
@@ -114,7 +116,7 @@ class BaseModelBoundary:
             "cu_seq_lens": kwargs.pop("cu_seq_lens_q", None),
         }
         problem = _refusal(self, input_ids, inputs_embeds, inputs["cu_seq_lens"], kwargs)
-        device = self.get_input_embeddings().weight.device
+        device = session.device
         context, store = session.enter(inputs, cache, use_cache, problem, device)
         session.context = context
         try:
@@ -184,9 +186,30 @@ class CausalLMBoundary:
                 return plain(**given, logits_to_keep=keep)
             return plain(**given, logits_to_keep=0, cp_logits_to_keep=keep)
 
+    def create_masks_for_generate(self, config, inputs_embeds, attention_mask, **kwargs):
+        """For static caches ``generate`` builds 4-D masks in advance; a context-parallel forward wants the 2-D one."""
+        if self.cp_session.takes(inputs_embeds.shape[1]):
+            return attention_mask
+        plain = getattr(super(), "create_masks_for_generate", create_masks_for_generate)
+        return plain(config=config, inputs_embeds=inputs_embeds, attention_mask=attention_mask, **kwargs)
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """As transformers' own, with whole weights: sharded ones are gathered, so every rank must call it."""
+        if any(isinstance(p, DTensor) for p in self.parameters()):
+            whole = {name: _whole(tensor) for name, tensor in self.state_dict().items()}
+            kwargs = {"state_dict": whole, "is_main_process": self.cp_session.groups.rank == 0, **kwargs}
+        saved = super().save_pretrained(save_directory, *args, **kwargs)
+        if dist.is_initialized():
+            dist.barrier()  # nobody goes on to a half-written folder
+        return saved
+
     def generate(self, *args, **kwargs):
         share_random_state(self.cp_session)
         return super().generate(*args, **kwargs)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def share_random_state(session: Session) -> None:

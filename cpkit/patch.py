@@ -155,11 +155,18 @@ def apply(
     options = dict(
         strategy=strategy, attention=attention, communicator=communicator, cache=cache, check_inputs=check_inputs
     )
-    session = open_session(base.config, topology, dtype=first.dtype, device_type=first.device.type, **options)
+    session = open_session(base.config, topology, dtype=first.dtype, device_type=_device_of(model).type, **options)
     plan = _planned_swaps(model, session)
     shard(model, session)
     _swap(plan, model, session)
     return model
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where the model computes: accelerate's hooks know it when its weights are elsewhere."""
+    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    devices = (getattr(hook, "execution_device", None) for hook in hooks)
+    return torch.device(next((d for d in devices if d is not None), next(model.parameters()).device))
 
 
 def base_model(model: nn.Module) -> nn.Module:
@@ -249,9 +256,8 @@ def shard(model: nn.Module, session: Session) -> None:
     wanted.tp_size, wanted.ep_size = topology.tp, topology.ep  # set afterwards: its own checks know no CP axis
     tp_plan, ep_plan, _ = model._resolve_parallel_plans(wanted)
     modules = dict(model.named_modules())
-    for name in {n if n in modules else n.rpartition(".")[0] for n in (*tp_plan, *ep_plan)}:
+    for name in {"", *(n if n in modules else n.rpartition(".")[0] for n in (*tp_plan, *ep_plan))}:
         session.undo.append(functools.partial(_restore, modules[name], _attributes(modules[name])))
-    session.undo.append(functools.partial(setattr, model, "_tp_size", model._tp_size))
     model._tp_size = topology.tp
     if topology.tp > 1:
         apply_tensor_parallelism(model, groups.tp_mesh, tp_plan)

@@ -49,6 +49,16 @@ class Session:
             "call cpkit.remove(model), copy it, and cpkit.apply each"
         )
 
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        kind = self.groups.device_type
+        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+    def takes(self, new_tokens: int) -> bool:
+        """Whether a forward with so many new tokens a batch entry is context-parallel: all but decoding steps."""
+        return self.enabled and new_tokens != 1
+
     def attention_config(self, plain: Any) -> Any:
         """``plain`` under our attention's name, for the attention modules while a context-parallel forward runs."""
         if id(plain) not in self._attention_configs:

@@ -1,0 +1,95 @@
+"""``doctor``: what this machine and this environment can serve, and why not."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+import transformers
+
+import cpkit
+from cpkit.attention import _BACKENDS
+
+__all__ = ["doctor"]
+
+_PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "numpy", "flash-attn", "flash-attn-3", "deep-gemm")
+HEAD_DIM = 128
+
+
+def doctor() -> dict[str, Any]:
+    """Versions, devices, attention backends (for heads of 128) and process-group backends, each with what is wrong."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return {
+        "versions": {"python": platform.python_version(), "cpkit": cpkit.__version__} | _versions(),
+        "devices": _devices(),
+        "attention": {
+            "asked": f"{device}, {str(dtype).removeprefix('torch.')}, head size {HEAD_DIM}",
+            "backends": {name: b.missing(device, dtype, HEAD_DIM) for name, b in _BACKENDS.items()},
+        },
+        "process_groups": _process_groups(),
+        "families": _families(),
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    return {name: _version(name) for name in _PACKAGES}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[dict[str, Any]]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found: list[dict[str, Any]] = [
+        {
+            "name": "cpu",
+            "cores": cores,
+            "memory_bytes": psutil.virtual_memory().total,
+            "threads_a_rank": torch.get_num_threads(),
+        }
+    ]
+    for number in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(number)
+        found.append(
+            {
+                "name": facts.name,
+                "index": number,
+                "capability": f"{facts.major}.{facts.minor}",
+                "memory_bytes": facts.total_memory,
+            }
+        )
+    return found
+
+
+def _process_groups() -> dict[str, str]:
+    """What is wrong with each backend of torch.distributed, '' for nothing."""
+    if not dist.is_available():
+        return {name: "this torch was built without torch.distributed" for name in ("gloo", "nccl")}
+    gloo = "" if dist.is_gloo_available() else "this torch was built without gloo"
+    nccl = "" if dist.is_nccl_available() else "this torch was built without NCCL"
+    if not nccl and not torch.cuda.is_available():
+        nccl = "no CUDA device"
+    return {"gloo": gloo, "nccl": nccl}
+
+
+def _families() -> dict[str, str]:
+    """Why a model family cannot be served with what is installed, '' for nothing."""
+    import cpkit.models  # noqa: F401  (fills the registry)
+    from cpkit.patch import _FAMILIES, SpecifierSet
+
+    return {
+        name: ""
+        if SpecifierSet(family.versions).contains(transformers.__version__, prereleases=True)
+        else f"checked with transformers {family.versions}, and {transformers.__version__} is installed"
+        for name, family in sorted(_FAMILIES.items())
+    }

@@ -1,0 +1,194 @@
+"""``plan``: a dry run of a recipe from the config alone, without weights, devices or ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM
+
+import cpkit
+from cpkit import ConfigurationError, Topology
+from cpkit.balance import Work, choose_strategy, imbalance
+from cpkit.communicators import choose_communicator, expected_copies
+from cpkit.layout import Layout, layout
+from cpkit.patch import open_session, shard
+from cpkit.topology import EXPERT_KEYS
+
+from .checkpoint import config_of, dtype_of
+from .recipe import Loaded
+
+__all__ = ["plan"]
+
+INDEX_BYTES = 4  # of an expert id on the wire
+
+
+def plan(loaded: Loaded, tokens: int | None = None) -> dict[str, Any]:
+    """Rows, work, bytes on the wire, weights and cache of each rank for one prompt of ``tokens`` tokens.
+
+    Without ``tokens``, the recipe's ``max_tokens`` or its prompt's. Bytes of ``all_to_all`` are expected values.
+    """
+    recipe, config, dtype = loaded.recipe, config_of(loaded), dtype_of(loaded)
+    topology = recipe.topology.topology()
+    cpkit.patch.family_of(config)
+    topology.check_model(config)
+    if topology.pp > 1:
+        raise ConfigurationError(f"topology.pp = {topology.pp}: pipeline stages are not supported yet; use pp=1")
+    tokens = tokens or recipe.max_tokens or (recipe.prompt.tokens if recipe.prompt else None)
+    if tokens is None:
+        raise ConfigurationError(f"{loaded.name} names no length; give --tokens, or max_tokens in the recipe")
+    work = Work.of(config)
+    strategy, why = recipe.strategy, "asked for"
+    if strategy == "auto":
+        strategy, why = choose_strategy(work, (tokens,), (0,), topology.cp)
+    placed = layout(strategy, (tokens,), (0,), topology.cp)
+    flops = work.of_ranks(placed)
+    communicator, communicator_why = choose_communicator(
+        recipe.communicator, _experts(config), getattr(config, "num_experts_per_tok", 0) or 0, topology.ep
+    )
+    weights = _weight_bytes(config, topology, dtype)
+    cache = _cache_bytes(config, topology, tokens, dtype)
+    return {
+        "recipe": loaded.name,
+        "model": loaded.model() or f"random {config.model_type}",
+        "topology": vars(topology),
+        "world": topology.world,
+        "tokens": tokens,
+        "strategy": {"choice": strategy, "why": why},
+        "communicator": {"choice": communicator, "why": communicator_why},
+        "balance": imbalance(flops),
+        "ranks": [
+            {"rank": rank, "rows": placed.local_rows[cp], "layer_flops": flops[cp] / topology.tp}
+            for rank in range(topology.world)
+            for cp in [rank // topology.tp % topology.cp]
+        ],
+        "wire": _wire(config, topology, placed, communicator, dtype.itemsize),
+        "weight_bytes": weights,
+        "cache_bytes": cache,
+        **_room(loaded, weights + cache),
+    }
+
+
+def _room(loaded: Loaded, needed: int) -> dict[str, Any]:
+    """What the recipe's memory leaves for activations."""
+    memory = loaded.recipe.hardware.memory_gib
+    if memory is None:
+        return {"memory_bytes": None, "left_bytes": None, "fits": None}
+    left = int(memory * 2**30) - needed
+    return {"memory_bytes": int(memory * 2**30), "left_bytes": left, "fits": left > 0}
+
+
+def _experts(config: Any) -> int:
+    return next((n for n in (getattr(config, key, None) for key in EXPERT_KEYS) if n), 0)
+
+
+def _heads(config: Any) -> tuple[int, int]:
+    """Key heads and their size."""
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_key_value_heads, size
+
+
+def _wire(
+    config: Any, topology: Topology, placed: Layout, communicator: str, itemsize: int
+) -> dict[str, dict[str, Any]]:
+    """Bytes that a rank receives in one layer, by the names that ``cpkit.trace`` uses; ``of`` says in which layers."""
+    heads, size = _heads(config)
+    row = config.hidden_size * itemsize
+    wire: dict[str, dict[str, Any]] = {}
+
+    def add(name: str, nbytes: float, of: str) -> None:
+        if nbytes:
+            wire[name] = {"bytes": round(nbytes), "of": of}
+
+    kv = placed.padded_rows * (topology.cp - 1) * 2 * heads // topology.tp * size * itemsize
+    add("kv", kv, "every layer")
+    if topology.ep > 1:
+        share = -(-placed.padded_rows // topology.tp)  # rows that a rank of a TP group brings
+        top_k, others = config.num_experts_per_tok, topology.ep - 1
+        if communicator == "gather":
+            names, copies = ("gather rows", "gather experts", "gather weights", "scatter expert sums"), float(others)
+        else:
+            names = ("dispatch rows", "dispatch experts", "dispatch weights", "combine rows")
+            copies = expected_copies(_experts(config), top_k, topology.ep)
+            add("expert row counts", 8 * others, "expert layers")
+        for name, width in zip(names, (row, top_k * INDEX_BYTES, top_k * itemsize, row), strict=True):
+            add(name, share * copies * width, "expert layers")
+        add("share expert sums", (topology.tp - 1) * share * row, "expert layers")
+    reduced = 2 * placed.padded_rows * row * (topology.tp - 1) / topology.tp
+    add("tensor parallel sums (transformers)", reduced, "every layer, once for attention")
+    if topology.ep == 1:
+        add("tensor parallel sums of the MLP (transformers)", reduced, "every layer")
+    return wire
+
+
+def _cache_bytes(config: Any, topology: Topology, tokens: int, dtype: torch.dtype) -> int:
+    """Of a rank that keeps the whole cache of its heads."""
+    heads, size = _heads(config)
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
+    kinds = kinds * (config.num_hidden_layers // len(kinds))
+    kept = sum(min(tokens, window - 1) if kind == "sliding_attention" and window else tokens for kind in kinds)
+    return kept * 2 * heads // topology.tp * size * dtype.itemsize
+
+
+def _weight_bytes(config: Any, topology: Topology, dtype: torch.dtype) -> int:
+    """Of rank 0, which holds the largest part, sharded by the code that shards real weights."""
+    with _pretended_ranks(topology.world):
+        session = open_session(
+            config,
+            topology,
+            strategy="auto",
+            attention="torch",
+            communicator="auto",
+            cache="replicated",
+            check_inputs=False,
+            dtype=dtype,
+            device_type="cpu",
+        )
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        shard(model, session)
+        return _bytes_of(model, getattr(config, "quantization_config", None))
+
+
+@contextmanager
+def _pretended_ranks(world: int) -> Iterator[None]:
+    """A process group of ``world`` ranks of which only this one exists."""
+    if dist.is_initialized():
+        raise ConfigurationError("plan pretends to be all ranks: run it in one process, without torchrun")
+    if world == 1:
+        yield
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _bytes_of(model: nn.Module, quantization: Any) -> int:
+    """Bytes of the parameters and buffers that this rank holds; those that an FP8 checkpoint stores in 8 bits count
+    one byte an element and an fp32 scale a block."""
+    packed = _packed_names(model) if quantization else set()
+    block = (quantization or {}).get("weight_block_size") or (128, 128)
+    total, seen = 0, set()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        count = local.numel()
+        total += count + 4 * count // (block[0] * block[1]) if name in packed else local.nbytes
+    return total
+
+
+def _packed_names(model: nn.Module) -> set[str]:
+    """Linear and expert weights; never the LM head, embeddings, routers and norms."""
+    linear = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"}
+    return linear | {name for name, p in model.named_parameters() if p.ndim == 3}
