@@ -6,6 +6,7 @@ on from the cache as if nothing had happened.
 
 from .describe import describe
 from .errors import (
+    CheckpointError,
     ConfigurationError,
     CpkitError,
     MissingPackage,
@@ -22,7 +23,7 @@ from .trace import trace
 from .version import __version__
 
 __all__ = [
-    "__version__",
+    "CheckpointError",
     "ConfigurationError",
     "CpkitError",
     "MissingPackage",
@@ -31,6 +32,7 @@ __all__ = [
     "Topology",
     "UnsupportedInput",
     "UnsupportedModel",
+    "__version__",
     "apply",
     "describe",
     "disabled",
@@ -39,4 +41,3 @@ __all__ = [
     "remove",
     "trace",
 ]
-

@@ -48,9 +48,7 @@ def imbalance(costs: Sequence[float]) -> float:
 
 
 @lru_cache(maxsize=64)
-def choose_strategy(
-    work: Work, lengths: tuple[int, ...], prefixes: tuple[int, ...], size: int
-) -> tuple[str, str]:
+def choose_strategy(work: Work, lengths: tuple[int, ...], prefixes: tuple[int, ...], size: int) -> tuple[str, str]:
     """The registered strategy whose busiest rank has the least work for these lengths, and the figures.
 
     Bytes on the wire are the same for all (every rank gets every key once), and contiguous blocks need fewer kernel

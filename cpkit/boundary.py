@@ -7,12 +7,12 @@ decoding one token at a time, they call straight through.
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_utils import slice_logits_to_keep
 
@@ -46,20 +46,36 @@ def packed_attention(
     }
     if unknown:
         raise UnsupportedInput(
-            f"{type(module).__name__} passes {sorted(unknown)} to its attention, which context parallelism does not know"
+            f"{type(module).__name__} passes {sorted(unknown)} to its attention, and context parallelism does not know "
+            "what that does; leave it out, or use cpkit.disabled(model)"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if not cp_context.local_rows:
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
     rounds = cp_context.rounds(cp_context.cache.key_lengths[module.layer_idx], sliding_window)
-    out = attend(*(x[0].transpose(0, 1) for x in (query, key, value)), rounds, scale, cp_context.backend)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    out = attend(q, k, v, rounds, scale, cp_context.backend)
     return out.unsqueeze(0), None
 
 
 AttentionInterface.register(ATTENTION_NAME, packed_attention)
 
 
-class AttentionBoundary:
+if TYPE_CHECKING:  # what they are mixed in front of
+
+    class Attention(torch.nn.Module):
+        config: PreTrainedConfig
+
+    class Model(PreTrainedModel):
+        pass
+
+    class GenerativeModel(PreTrainedModel, GenerationMixin):
+        pass
+else:
+    Attention = Model = GenerativeModel = object
+
+
+class AttentionBoundary(Attention):
     """Runs the family's own attention forward with ``packed_attention`` in place of the configured function."""
 
     cp_session: Session
@@ -75,7 +91,7 @@ class AttentionBoundary:
             self.config = plain
 
 
-class BaseModelBoundary:
+class BaseModelBoundary(Model):
     """The model without its head: takes whole inputs, runs this rank's rows, gives whole outputs back."""
 
     cp_session: Session
@@ -117,7 +133,7 @@ class BaseModelBoundary:
         }
         problem = _refusal(self, input_ids, inputs_embeds, inputs["cu_seq_lens"], kwargs)
         device = session.device
-        context, store = session.enter(inputs, cache, use_cache, problem, device)
+        context, store = session.enter(inputs, cache, use_cache, problem)
         session.context = context
         try:
             with guarded(), torch.no_grad():
@@ -169,7 +185,7 @@ def _refusal(model, input_ids, inputs_embeds, cu_seq_lens, kwargs) -> CpkitError
     return None
 
 
-class CausalLMBoundary:
+class CausalLMBoundary(GenerativeModel):
     """The model with its head: hands ``logits_to_keep`` to the exit, so that only those rows leave the ranks, and
     lets all ranks sample alike."""
 

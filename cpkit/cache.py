@@ -12,7 +12,6 @@ import torch
 from transformers import Cache
 
 from .context import ForwardContext
-from .errors import UnsupportedInput
 
 __all__ = ["PREFILL_CACHES", "PrefillCache", "ReplicatedCache"]
 
@@ -54,13 +53,8 @@ class ReplicatedCache(PrefillCache):
     def _pack(
         self, keys: torch.Tensor, values: torch.Tensor, first: int, layer_idx: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[batch, kv_heads, slots, dim]`` from slot ``first`` to ``[1, kv_heads, keys, dim]``, request after request."""
+        """``[batch, kv_heads, slots, dim]`` from slot ``first`` to ``[1, kv_heads, keys, dim]``, packed by request."""
         batch = self.context.batch
-        if first and batch.prefix_has_holes:
-            raise UnsupportedInput(
-                "padding inside the cached prefix of a sliding-window layer: the window's keys have been dropped; "
-                "pad prompts on the left, or send one request at a time"
-            )
         count, slots = batch.shape
         everything_real = batch.whole and all(prefix == batch.past for prefix in batch.prefixes)
         if everything_real and keys.shape[2] == batch.past + slots - first:

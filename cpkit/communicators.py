@@ -14,7 +14,6 @@ part in every collective.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -23,10 +22,8 @@ import torch.distributed as dist
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
 from .errors import ConfigurationError
-from .faults import watched
-from .rows import exchange, gather_uneven
+from .rows import Pending, exchange, gather_uneven, issue, scatter_sums
 from .topology import Group
-from .trace import record
 
 if TYPE_CHECKING:
     from .session import Session
@@ -80,17 +77,16 @@ class Communicator(EPImplementation):
     def reduce_in_place(self, rows: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """For rows that every rank of the expert group holds: one all-reduce of the local sums."""
         summed = self.run_local(rows, experts, weights)
-        event = record(
+        size = self.group.size
+        return issue(
             "reduce expert sums",
             "all-reduce",
-            self.group.size,
+            self.group,
             len(rows),
-            2 * summed.nbytes * (self.group.size - 1) // self.group.size,
-        )
-        with watched("reduce expert sums"):
-            dist.all_reduce(summed, group=self.group.handle)
-        event.end = time.perf_counter()
-        return summed
+            2 * summed.nbytes * (size - 1) // size,
+            lambda: dist.all_reduce(summed, group=self.group.handle, async_op=True),
+            summed,
+        ).wait()
 
 
 class AllToAll(Communicator):
@@ -101,29 +97,18 @@ class AllToAll(Communicator):
         needs = (experts.unsqueeze(0) // self.num_local_experts == ranks.view(-1, 1, 1)).any(-1)  # [ranks, rows]
         receiver, row = needs.nonzero(as_tuple=True)  # sorted by receiver
         sends = needs.sum(1)
-        receives = torch.empty_like(sends)
-        event = record("expert row counts", "exchange", self.group.size, 0, 8 * (self.group.size - 1))
-        with watched("expert row counts"):
-            dist.all_to_all_single(receives, sends, group=self.group.handle)
-        event.end = time.perf_counter()
+        ones = [1] * self.group.size
+        receives = exchange(sends, ones, ones, self.group, "expert row counts").wait()
         send_counts, receive_counts = torch.stack([sends, receives]).tolist()  # the layer's one wait for the device
 
-        def travel(tensor: torch.Tensor, name: str) -> torch.Tensor:
-            arrived, work, event = exchange(tensor[row], send_counts, receive_counts, self.group, name)
-            with watched(name):
-                work.wait()
-            event.end = time.perf_counter()
-            return arrived
+        def travel(tensor: torch.Tensor, name: str) -> Pending:
+            return exchange(tensor[row], send_counts, receive_counts, self.group, name)
 
-        summed = self.run_local(
-            travel(rows, "dispatch rows"),
-            travel(experts.to(torch.int32), "dispatch experts").long(),
-            travel(weights, "dispatch weights"),
-        )
-        returned, work, event = exchange(summed, receive_counts, send_counts, self.group, "combine rows")
-        with watched("combine rows"):
-            work.wait()
-        event.end = time.perf_counter()
+        there = [travel(rows, "dispatch rows"), travel(experts.int(), "dispatch experts")]
+        there.append(travel(weights, "dispatch weights"))
+        arrived, chosen, weighed = (pending.wait() for pending in there)
+        summed = self.run_local(arrived, chosen.long(), weighed)
+        returned = exchange(summed, receive_counts, send_counts, self.group, "combine rows").wait()
         return _sum_into(len(rows), row, returned).to(rows.dtype)
 
 
@@ -136,25 +121,16 @@ class Gather(Communicator):
         most = max(counts)
         if most == 0:
             return rows
-        all_rows = gather_uneven(rows, counts, self.group, "gather rows")
-        all_experts = gather_uneven(experts.to(torch.int32), counts, self.group, "gather experts").long()
-        all_weights = gather_uneven(weights, counts, self.group, "gather weights")
-        summed = self.run_local(all_rows, all_experts, all_weights)
+        everyones = (
+            gather_uneven(rows, counts, self.group, "gather rows"),
+            gather_uneven(experts.int(), counts, self.group, "gather experts").long(),
+            gather_uneven(weights, counts, self.group, "gather weights"),
+        )
+        summed = self.run_local(*everyones)
         padded = summed.new_zeros(self.group.size, most, summed.shape[-1])
         for rank, part in enumerate(summed.split(counts)):
             padded[rank, : len(part)] = part
-        mine = summed.new_empty(most, summed.shape[-1])
-        event = record(
-            "scatter expert sums",
-            "return all",
-            self.group.size,
-            (self.group.size - 1) * len(rows),
-            (self.group.size - 1) * mine.nbytes,
-        )
-        with watched("scatter expert sums"):
-            dist.reduce_scatter_single(mine, padded.flatten(0, 1), group=self.group.handle)
-        event.end = time.perf_counter()
-        return mine[: len(rows)]
+        return scatter_sums(padded.flatten(0, 1), len(rows), self.group, "scatter expert sums").wait()
 
 
 def _sum_into(rows: int, row: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:

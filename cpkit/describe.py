@@ -44,18 +44,18 @@ def describe(model: nn.Module) -> Description:
     if session is None:
         raise ConfigurationError(f"{type(model).__name__} is not patched by cpkit; call cpkit.apply first")
     resolved = {
-        "strategy": session.strategy,
+        "strategy": session.options.strategy,
         "attention": session.backend.name,
         "communicator": session.communicator,
-        "cache": session.cache,
+        "cache": session.options.cache,
     }
     entries = {name: {"choice": choice, "why": session.reasons[name]} for name, choice in resolved.items()}
-    if session.last_strategy is not None and session.strategy == "auto":
+    if session.last_strategy is not None and session.options.strategy == "auto":
         choice, why = session.last_strategy
         entries["last strategy"] = {"choice": choice, "why": why}
     changed: dict[str, int] = {}
     for module in model.modules():
-        if hasattr(type(module), "cp_session") or "cp_session" in module.__dict__:
+        if "cp_session" in module.__dict__:
             changed[type(module).__name__] = changed.get(type(module).__name__, 0) + 1
     groups = session.groups
     return Description(
@@ -63,7 +63,7 @@ def describe(model: nn.Module) -> Description:
         asdict(groups.topology),
         groups.device_type,
         session.enabled,
-        session.check_inputs,
+        session.options.check_inputs,
         entries,
         {name: list(getattr(groups, name).ranks) for name in ("cp", "tp", "ep", "replica")},
         changed,

@@ -1,6 +1,7 @@
 """The errors that cpkit raises. Each message says what was wrong, the value, and what to do."""
 
 __all__ = [
+    "CheckpointError",
     "ConfigurationError",
     "CpkitError",
     "MissingPackage",
@@ -21,6 +22,10 @@ class ConfigurationError(CpkitError, ValueError):
 
 class UnsupportedModel(CpkitError, ValueError):
     """A model, a transformers version or a state of a model that cpkit cannot patch."""
+
+
+class CheckpointError(CpkitError, RuntimeError):
+    """A checkpoint that is broken, or does not hold what the model needs."""
 
 
 class UnsupportedInput(CpkitError, ValueError):

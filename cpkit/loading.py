@@ -8,14 +8,19 @@ the meshes that transformers would make.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from .patch import _planned_swaps, _swap, family_of, open_session, shard
+from .errors import CheckpointError
+from .faults import agree
+from .patch import family_of, open_session, plan_swaps, shard, swap
+from .session import Options
 from .topology import Topology
 
 __all__ = ["from_pretrained"]
@@ -46,20 +51,16 @@ def from_pretrained(
     session = open_session(
         config,
         topology,
-        strategy=strategy,
-        attention=attention,
-        communicator=communicator,
-        cache=cache,
-        check_inputs=check_inputs,
-        dtype=known or config.dtype or torch.float32,
-        device_type=device_type,
+        Options(strategy, attention, communicator, cache, check_inputs),
+        known or config.dtype or torch.float32,
+        device_type,
     )
     if "device_map" in kwargs:
         raise ValueError("device_map and cpkit.from_pretrained exclude each other: each rank loads to its own device")
     kwargs["device_map"] = torch.cuda.current_device() if device_type == "cuda" else "cpu"
-    plain = AutoModelForCausalLM._model_mapping[type(config)]
+    plain: Any = AutoModelForCausalLM._model_mapping[type(config)]
 
-    class Sharded(plain):
+    class Sharded(plain):  # type: ignore[misc, valid-type]
         """``plain`` while it loads: transformers asks the class for its meshes and to distribute the model."""
 
         @classmethod
@@ -74,13 +75,50 @@ def from_pretrained(
             return model
 
     Sharded.__name__, Sharded.__qualname__ = plain.__name__, plain.__qualname__
-    model = Sharded.from_pretrained(
-        name_or_path, config=config, dtype=dtype, distributed_config=DistributedConfig(), **kwargs
-    )
+    problem: CheckpointError | None = None
+    model: Any = None
+    try:
+        model, report = Sharded.from_pretrained(
+            name_or_path,
+            config=config,
+            dtype=dtype,
+            distributed_config=DistributedConfig(),
+            output_loading_info=True,
+            **kwargs,
+        )
+        _check_report(report, name_or_path)
+    except CheckpointError as error:
+        problem = error
+    except Exception as error:
+        if session.groups.world.size == 1 and not isinstance(error, SafetensorError):
+            raise
+        problem = CheckpointError(f"{_broken_file(name_or_path)}: {type(error).__name__}: {error}")
+        problem.__cause__ = error
+    agree(session.groups.world, problem, 0, session.device)
     model.config.distributed_config = None
     session.config = model.base_model.config
-    _swap(_planned_swaps(model, session), model, session)
+    swap(plan_swaps(model, session), model, session)
     return model
+
+
+def _check_report(report: dict[str, Any], name_or_path: str | os.PathLike[str]) -> None:
+    """transformers fills what a checkpoint lacks with random weights and says so in a log; here it is an error."""
+    for kind, said in {"missing_keys": "lacks", "mismatched_keys": "has other shapes for"}.items():
+        if names := sorted(map(str, report[kind])):
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise CheckpointError(
+                f"{name_or_path} {said} {', '.join(names[:5])}{more}; use the checkpoint that belongs to this config"
+            )
+
+
+def _broken_file(name_or_path: str | os.PathLike[str]) -> str:
+    """The first safetensors file of a folder that does not open, to name it; else the checkpoint's name."""
+    for file in sorted(Path(name_or_path).glob("*.safetensors")):
+        try:
+            safe_open(file, framework="pt").__enter__()
+        except SafetensorError:
+            return f"{file} is damaged or cut short; copy it again"
+    return f"cannot load {name_or_path}"
 
 
 def _hub_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -25,13 +25,13 @@ from transformers.distributed.expert_parallel import apply_expert_parallelism
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from .attention import choose_backend
-from .boundary import AttentionBoundary, BaseModelBoundary, CausalLMBoundary
+from .boundary import BaseModelBoundary, CausalLMBoundary
 from .cache import PREFILL_CACHES
 from .communicators import choose_communicator
 from .errors import ConfigurationError, UnsupportedModel
 from .layout import strategies
-from .session import Session
-from .topology import EXPERT_KEYS, Groups, Topology
+from .session import Options, Session
+from .topology import Topology, num_experts
 
 __all__ = ["Family", "apply", "disabled", "family_of", "register_family", "remove"]
 
@@ -94,16 +94,12 @@ def _refused_rope(config: Any) -> str:
 def open_session(
     config: Any,
     topology: Topology | None,
-    *,
-    strategy: str,
-    attention: str,
-    communicator: str,
-    cache: str,
-    check_inputs: bool,
+    options: Options,
     dtype: torch.dtype,
     device_type: str,
 ) -> Session:
     """Check every option against the model and the run, and connect the process groups."""
+    strategy, cache = options.strategy, options.cache
     topology = topology or Topology()
     family_of(config)
     topology.check_model(config)
@@ -112,10 +108,9 @@ def open_session(
     if cache not in PREFILL_CACHES:
         raise ConfigurationError(f"cache {cache!r} is not known; use one of {sorted(PREFILL_CACHES)}")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    backend, attention_reason = choose_backend(attention, device_type, dtype, head_dim)
-    experts = next((n for n in (getattr(config, key, None) for key in EXPERT_KEYS) if n), 0)
+    backend, attention_reason = choose_backend(options.attention, device_type, dtype, head_dim)
     name, communicator_reason = choose_communicator(
-        communicator, experts, getattr(config, "num_experts_per_tok", 0) or 0, topology.ep
+        options.communicator, num_experts(config), getattr(config, "num_experts_per_tok", 0) or 0, topology.ep
     )
     reasons = {
         "strategy": "decided for each forward by work and bytes" if strategy == "auto" else "asked for",
@@ -123,7 +118,7 @@ def open_session(
         "communicator": communicator_reason,
         "cache": "every rank holds the whole cache, so decoding is transformers' own",
     }
-    return Session(config, topology.connect(device_type), strategy, backend, name, cache, check_inputs, reasons)
+    return Session(config, topology.connect(device_type), options, backend, name, reasons)
 
 
 def apply(
@@ -152,13 +147,11 @@ def apply(
         remove(model)
     base = base_model(model)
     first = next(base.parameters())
-    options = dict(
-        strategy=strategy, attention=attention, communicator=communicator, cache=cache, check_inputs=check_inputs
-    )
-    session = open_session(base.config, topology, dtype=first.dtype, device_type=_device_of(model).type, **options)
-    plan = _planned_swaps(model, session)
+    options = Options(strategy, attention, communicator, cache, check_inputs)
+    session = open_session(base.config, topology, options, first.dtype, _device_of(model).type)
+    plan = plan_swaps(model, session)
     shard(model, session)
-    _swap(plan, model, session)
+    swap(plan, model, session)
     return model
 
 
@@ -181,7 +174,7 @@ def session_of(model: nn.Module) -> Session | None:
     return model.__dict__.get("cp_session")
 
 
-def _planned_swaps(model: nn.Module, session: Session) -> list[tuple[nn.Module, type]]:
+def plan_swaps(model: nn.Module, session: Session) -> list[tuple[nn.Module, type]]:
     """Every module that changes and what is mixed in front of its class, checked before anything is touched."""
     family = family_of(session.config)
     home = importlib.import_module(family.module)
@@ -222,8 +215,8 @@ def _accelerate_forward(module: nn.Module) -> bool:
     )
 
 
-@functools.lru_cache(maxsize=None)
-def _mixed(cls: type, mixin: type) -> type:
+@functools.cache
+def _mixed(cls: Any, mixin: Any) -> type:
     """``mixin`` in front of ``cls`` under the name, module and forward signature of ``cls``."""
 
     @functools.wraps(cls.forward)
@@ -234,13 +227,13 @@ def _mixed(cls: type, mixin: type) -> type:
     return type(cls.__name__, (mixin, cls), {**names, "forward": forward})
 
 
-def _swap(planned: list[tuple[nn.Module, type]], model: nn.Module, session: Session) -> None:
+def swap(planned: list[tuple[nn.Module, type]], model: nn.Module, session: Session) -> None:
     for module in {id(m): m for m in (model, *(m for m, _ in planned))}.values():
         module.cp_session = session
         session.undo.append(functools.partial(module.__dict__.pop, "cp_session", None))
     for module, mixin in planned:
         plain = type(module)
-        module.__class__ = _mixed(plain, mixin)
+        module.__class__ = _mixed(plain, mixin)  # type: ignore[arg-type]
         session.undo.append(functools.partial(setattr, module, "__class__", plain))
         if _accelerate_forward(module):  # it calls the bound forward of the class that it saw
             session.undo.append(functools.partial(setattr, module, "_old_forward", module._old_forward))
@@ -248,7 +241,7 @@ def _swap(planned: list[tuple[nn.Module, type]], model: nn.Module, session: Sess
 
 
 def shard(model: nn.Module, session: Session) -> None:
-    """Keep this rank's part of the weights, by transformers' own TP and EP plans. Works on loaded and on meta models."""
+    """Keep this rank's part of the weights, by transformers' own TP and EP plans; of a loaded or of a meta model."""
     topology, groups = session.groups.topology, session.groups
     if topology.tp == 1 and topology.ep == 1:
         return
@@ -322,6 +315,3 @@ def disabled(model: nn.Module) -> Iterator[nn.Module]:
         yield model
     finally:
         session.enabled = before
-
-
-__all__ += ["Groups", "AttentionBoundary"]

@@ -15,7 +15,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from .layout import Layout
 from .topology import Group
 from .trace import Event, record
 
-__all__ = ["AllRows", "ListedRows", "Pending", "exchange", "gather_uneven"]
+__all__ = ["AllRows", "ListedRows", "Pending", "exchange", "gather_uneven", "issue", "scatter_sums"]
 
 
 @dataclass
@@ -37,22 +36,31 @@ class Pending:
     event: Event | None = None
 
     def wait(self) -> torch.Tensor:
-        if self.work is not None:
-            with watched(self.event.name if self.event else "rows"):
+        if self.work is not None and self.event is not None:
+            with watched(self.event.name):
                 self.work.wait()
-        if self.event is not None:
             self.event.end = time.perf_counter()
         return self.finish()
+
+    def then(self, step: Callable[[torch.Tensor], torch.Tensor]) -> Pending:
+        """The same, with ``step`` applied to what arrives."""
+        return Pending(self.work, lambda: step(self.finish()), self.event)
+
+
+def issue(
+    name: str, verb: str, group: Group, rows: int, nbytes: int, start: Callable[[], dist.Work], result: torch.Tensor
+) -> Pending:
+    """Start a collective under a name: counted, and its failure told as ``RankFailure``."""
+    event = record(name, verb, group.size, rows, nbytes)
+    with watched(name):
+        work = start()
+    return Pending(work, lambda: result, event)
 
 
 def _wire(rows: torch.Tensor) -> torch.Tensor:
     """Contiguous, and 8-bit floats as raw bytes, which gloo does not know otherwise."""
     rows = rows.contiguous()
     return rows.view(torch.uint8) if rows.dtype.is_floating_point and rows.element_size() == 1 else rows
-
-
-def _row_bytes(rows: torch.Tensor) -> int:
-    return math.prod(rows.shape[1:]) * rows.element_size()
 
 
 class AllRows:
@@ -67,22 +75,8 @@ class AllRows:
         """``[local, …]`` of any dtype on each rank to ``[rows, …]`` in global order on all."""
         if len(local) != self.local_rows:
             raise ValueError(f"{name}: this rank holds {self.local_rows} rows and was given {len(local)}")
-        if self.group.size == 1:
-            return Pending(None, lambda: local[self.position])
-        wire = _wire(local)
-        padded = wire.new_empty(self.layout.padded_rows, *wire.shape[1:])
-        padded[: len(wire)] = wire
-        gathered = wire.new_empty(self.group.size * len(padded), *wire.shape[1:])
-        event = record(
-            name,
-            "fetch all",
-            self.group.size,
-            self.layout.rows - self.local_rows,
-            (self.group.size - 1) * padded.nbytes,
-        )
-        with watched(name):
-            work = dist.all_gather_single(gathered, padded, group=self.group.handle, async_op=True)
-        return Pending(work, lambda: gathered[self.position].view(local.dtype), event)
+        pending = gather_padded(_wire(local), self.layout.padded_rows, self.layout.rows, self.group, name)
+        return pending.then(lambda padded: padded[self.position].view(local.dtype))
 
     def return_sum(self, partial: torch.Tensor, name: str = "rows") -> Pending:
         """``[rows, …]`` of partial values on each rank to ``[local, …]``, each row summed over the ranks."""
@@ -90,19 +84,7 @@ class AllRows:
             raise ValueError(f"{name}: there are {self.layout.rows} rows and {len(partial)} were given")
         padded = partial.new_zeros(self.group.size * self.layout.padded_rows, *partial.shape[1:])
         padded[self.position] = partial
-        if self.group.size == 1:
-            return Pending(None, lambda: padded)
-        summed = partial.new_empty(self.layout.padded_rows, *partial.shape[1:])
-        event = record(
-            name,
-            "return all",
-            self.group.size,
-            (self.group.size - 1) * self.local_rows,
-            (self.group.size - 1) * summed.nbytes,
-        )
-        with watched(name):
-            work = dist.reduce_scatter_single(summed, padded, group=self.group.handle, async_op=True)
-        return Pending(work, lambda: summed[: self.local_rows], event)
+        return scatter_sums(padded, self.local_rows, self.group, name)
 
 
 class ListedRows:
@@ -111,54 +93,63 @@ class ListedRows:
     def __init__(
         self, layout: Layout, wanted: Sequence[torch.Tensor], group: Group, device: torch.device | str = "cpu"
     ):
-        self.layout, self.group = layout, group
-        mine = wanted[group.rank]
-        senders = layout.owner[mine]
+        self.group, self.local_rows = group, layout.local_rows[group.rank]
+        senders = layout.owner[wanted[group.rank]]
         self.position = torch.argsort(senders, stable=True).to(device)  # arrival -> place in my list
         self.receives = torch.bincount(senders, minlength=group.size).tolist()
         sent = [layout.index[rows[layout.owner[rows] == group.rank]] for rows in wanted]
         self.sends = [len(rows) for rows in sent]
         self.sent = torch.cat(sent).to(device)  # local rows in order of departure, one entry a receiver
 
-    @cached_property
-    def _received_rows(self) -> int:
-        return sum(n for rank, n in enumerate(self.receives) if rank != self.group.rank)
-
     def fetch(self, local: torch.Tensor, name: str = "rows") -> Pending:
         """``[local, …]`` of any dtype on each rank to ``[listed, …]`` in the order of this rank's list."""
-        arrived, work, event = exchange(local[self.sent], self.sends, self.receives, self.group, name, "fetch listed")
 
-        def finish() -> torch.Tensor:
+        def in_order(arrived: torch.Tensor) -> torch.Tensor:
             result = torch.empty_like(arrived)
             result[self.position] = arrived
             return result
 
-        return Pending(work, finish, event)
+        return exchange(local[self.sent], self.sends, self.receives, self.group, name, "fetch listed").then(in_order)
 
     def return_sum(self, partial: torch.Tensor, name: str = "rows") -> Pending:
         """``[listed, …]`` of partial values on each rank to ``[local, …]``: each row the sum of what was returned."""
-        arrived, work, event = exchange(
-            partial[self.position], self.receives, self.sends, self.group, name, "return listed"
-        )
-        local_rows = self.layout.local_rows[self.group.rank]
-        return Pending(
-            work, lambda: arrived.new_zeros(local_rows, *arrived.shape[1:]).index_add_(0, self.sent, arrived), event
-        )
+
+        def summed(arrived: torch.Tensor) -> torch.Tensor:
+            return arrived.new_zeros(self.local_rows, *arrived.shape[1:]).index_add_(0, self.sent, arrived)
+
+        back = exchange(partial[self.position], self.receives, self.sends, self.group, name, "return listed")
+        return back.then(summed)
 
 
 def exchange(
     rows: torch.Tensor, sends: list[int], receives: list[int], group: Group, name: str, verb: str = "exchange"
-) -> tuple[torch.Tensor, dist.Work | None, Event | None]:
+) -> Pending:
     """One uneven all-to-all: ``rows`` ``[sum(sends), …]`` in order of receiver; arrived rows in order of sender."""
     if group.size == 1:
-        return rows, None, None
+        return Pending(None, lambda: rows)
     wire = _wire(rows)
     arrived = wire.new_empty(sum(receives), *wire.shape[1:])
     foreign = sum(receives) - receives[group.rank]
-    event = record(name, verb, group.size, foreign, foreign * _row_bytes(wire))
-    with watched(name):
-        work = dist.all_to_all_single(arrived, wire, receives, sends, group=group.handle, async_op=True)
-    return arrived.view(rows.dtype), work, event
+    nbytes = foreign * math.prod(wire.shape[1:]) * wire.element_size()
+
+    def start() -> dist.Work:
+        return dist.all_to_all_single(arrived, wire, receives, sends, group=group.handle, async_op=True)
+
+    return issue(name, verb, group, foreign, nbytes, start, arrived.view(rows.dtype))
+
+
+def gather_padded(rows: torch.Tensor, most: int, total: int, group: Group, name: str) -> Pending:
+    """All ranks' rows, each rank's padded at the tail to ``most``: ``[ranks * most, …]``, ``total`` real ones."""
+    if group.size == 1:
+        return Pending(None, lambda: rows)
+    padded = rows.new_empty(most, *rows.shape[1:])
+    padded[: len(rows)] = rows
+    gathered = rows.new_empty(group.size * most, *rows.shape[1:])
+
+    def start() -> dist.Work:
+        return dist.all_gather_single(gathered, padded, group=group.handle, async_op=True)
+
+    return issue(name, "gather", group, total - len(rows), (group.size - 1) * padded.nbytes, start, gathered)
 
 
 def gather_uneven(rows: torch.Tensor, counts: Sequence[int], group: Group, name: str) -> torch.Tensor:
@@ -166,11 +157,18 @@ def gather_uneven(rows: torch.Tensor, counts: Sequence[int], group: Group, name:
     most = max(counts)
     if group.size == 1 or most == 0:
         return rows
-    padded = rows.new_empty(most, *rows.shape[1:])
-    padded[: len(rows)] = rows
-    gathered = rows.new_empty(group.size * most, *rows.shape[1:])
-    event = record(name, "gather", group.size, sum(counts) - len(rows), (group.size - 1) * padded.nbytes)
-    with watched(name):
-        dist.all_gather_single(gathered, padded, group=group.handle)
-    event.end = time.perf_counter()
+    gathered = gather_padded(rows, most, sum(counts), group, name).wait()
     return torch.cat([gathered[r * most : r * most + n] for r, n in enumerate(counts)])
+
+
+def scatter_sums(padded: torch.Tensor, mine: int, group: Group, name: str) -> Pending:
+    """``[ranks * most, …]`` partial values on each rank to this rank's ``[mine, …]``, summed over the ranks."""
+    if group.size == 1:
+        return Pending(None, lambda: padded[:mine])
+    summed = padded.new_empty(len(padded) // group.size, *padded.shape[1:])
+
+    def start() -> dist.Work:
+        return dist.reduce_scatter_single(summed, padded, group=group.handle, async_op=True)
+
+    nbytes = (group.size - 1) * summed.nbytes
+    return issue(name, "scatter sums", group, (group.size - 1) * mine, nbytes, start, summed[:mine])

@@ -20,9 +20,20 @@ from .faults import agree, checksum
 from .layout import layout
 from .topology import Groups
 
-__all__ = ["Session"]
+__all__ = ["Options", "Session"]
 
 ATTENTION_NAME = "cpkit"  # our own entry in transformers' attention registry
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the caller asked for; see ``cpkit.apply``."""
+
+    strategy: str
+    attention: str
+    communicator: str
+    cache: str
+    check_inputs: bool
 
 
 @dataclass(eq=False)
@@ -31,11 +42,9 @@ class Session:
 
     config: Any
     groups: Groups
-    strategy: str
+    options: Options
     backend: Backend
     communicator: str
-    cache: str
-    check_inputs: bool
     reasons: dict[str, str]
     enabled: bool = True
     context: ForwardContext | None = None
@@ -73,44 +82,47 @@ class Session:
         cache: Cache | None,
         use_cache: bool,
         problem: CpkitError | None,
-        device: torch.device,
     ) -> tuple[ForwardContext, Cache | None]:
         """Make the context of a forward, or raise the same error on every rank of the replica group.
 
         ``inputs`` holds ``tokens`` (``[batch, slots]`` ids or ``[batch, slots, hidden]`` embeddings),
         ``attention_mask``, ``position_ids`` and ``cu_seq_lens``. Returns the context, and the cache to give back.
         """
-        batch: Batch | None = None
-        tokens, past = inputs["tokens"], cache.get_seq_length() if cache is not None else 0
+        past = int(cache.get_seq_length()) if cache is not None else 0
+        batch = None
         if problem is None:
             try:
-                batch = read_batch(
-                    tuple(tokens.shape[:2]),
-                    int(past),
-                    inputs["attention_mask"],
-                    inputs["position_ids"],
-                    inputs["cu_seq_lens"],
-                )
-                if batch.prefix_has_holes and getattr(self.config, "sliding_window", None) and cache is not None:
-                    raise UnsupportedInput(
-                        "padding inside the cached prefix of a sliding-window model: its window counts padding; "
-                        "pad prompts on the left, or send one request at a time"
-                    )
+                batch = self._read(inputs, past)
             except CpkitError as error:
                 problem = error
-        if self.check_inputs:
-            agree(self.groups.replica, problem, 0 if problem else checksum(*inputs.values(), past, use_cache), device)
-        elif problem is not None:
-            raise problem
-        name, reason = self.strategy, "asked for"
+        if self.options.check_inputs:
+            digest = 0 if problem else checksum(*inputs.values(), past, use_cache)
+            agree(self.groups.replica, problem, digest, self.device)
+        if batch is None:
+            raise problem  # type: ignore[misc]
+        name = self.options.strategy
         if name == "auto":
-            name, reason = choose_strategy(Work.of(self.config), batch.lengths, batch.prefixes, self.groups.cp.size)
-        self.last_strategy = name, reason
+            size = self.groups.cp.size
+            name, reason = choose_strategy(Work.of(self.config), batch.lengths, batch.prefixes, size)
+            self.last_strategy = name, reason
         placed = layout(name, batch.lengths, batch.prefixes, self.groups.cp.size)
-        context = ForwardContext(batch, placed, self.groups, self.backend, device)
+        context = ForwardContext(batch, placed, self.groups, self.backend, self.device)
         store = DynamicCache(config=self.config) if use_cache and cache is None else cache
-        context.cache = PREFILL_CACHES[self.cache](context, store)
+        context.cache = PREFILL_CACHES[self.options.cache](context, store)
         return context, store
+
+    def _read(self, inputs: dict[str, torch.Tensor | None], past: int) -> Batch:
+        tokens = inputs["tokens"]
+        assert tokens is not None
+        shape = (tokens.shape[0], tokens.shape[1])
+        rest = (inputs["attention_mask"], inputs["position_ids"], inputs["cu_seq_lens"])
+        batch = read_batch(shape, past, *rest)
+        if batch.prefix_has_holes and getattr(self.config, "sliding_window", None):
+            raise UnsupportedInput(
+                "padding inside the cached prefix of a sliding-window model: its window counts padding; "
+                "pad prompts on the left, or send one request at a time"
+            )
+        return batch
 
     def collect(self, context: ForwardContext, held: torch.Tensor, keep: int | torch.Tensor) -> torch.Tensor:
         """The exit: ``[1, held, …]`` local values to ``[batch, kept, …]`` in the caller's slots on every rank.

@@ -87,7 +87,7 @@ class Topology:
                     f"tp={self.tp} does not divide {name}={heads}; tp can be one of {_divisors(heads)}"
                 )
         if self.ep > 1:
-            experts = next((n for n in map(lambda k: getattr(config, k, None), EXPERT_KEYS) if n), None)
+            experts = num_experts(config)
             if not experts:
                 raise ConfigurationError(f"ep={self.ep}, but {config.model_type} has no experts; use ep=1")
             if experts % self.ep:
@@ -122,8 +122,13 @@ class Topology:
         return "Topology(" + ", ".join(f"{k}={v}" for k, v in asdict(self).items() if v > 1) + ")"
 
 
-EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 _BUILT: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # default process group -> {(topology, device): groups}
+
+
+def num_experts(config) -> int:
+    """Routed experts of a model, 0 for a dense one."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    return next((n for n in (getattr(config, name, None) for name in names) if n), 0)
 
 
 def _divisors(number: int) -> list[int]:
@@ -154,13 +159,14 @@ class Groups:
     tp: Group
     ep: Group
     replica: Group
+    world: Group
     tp_mesh: DeviceMesh | None
     ep_mesh: DeviceMesh | None
 
     @classmethod
     def alone(cls, topology: Topology, device_type: str) -> Groups:
         one = Group((0,), 0)
-        return cls(topology, device_type, 0, one, one, one, one, None, None)
+        return cls(topology, device_type, 0, one, one, one, one, one, None, None)
 
     @classmethod
     def build(cls, topology: Topology, device_type: str) -> Groups:
@@ -180,7 +186,11 @@ class Groups:
             topology,
             device_type,
             dist.get_rank(),
-            *(group(m) for m in (mesh["cp"], mesh["tp"], experts["ep"], replica)),
+            cp=group(mesh["cp"]),
+            tp=group(mesh["tp"]),
+            ep=group(experts["ep"]),
+            replica=group(replica),
+            world=Group(tuple(range(topology.world)), dist.get_rank(), dist.group.WORLD),
             tp_mesh=mesh["tp"],
             ep_mesh=experts["ep"],
         )

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import cpkit
-from cpkit.topology import EXPERT_KEYS
+from cpkit.topology import num_experts
 
 from .checkpoint import config_of, load_cp, load_native, load_plain
 from .peak import measured
@@ -73,7 +73,7 @@ def entrants(loaded: Loaded, path: str, ranks: Ranks) -> list[Entrant]:
     if world == 1:
         return field
     config = config_of(loaded)
-    has_experts = any(getattr(config, key, None) for key in EXPERT_KEYS)
+    has_experts = num_experts(config) > 0
     spread = dataclasses.replace(topology, ep=world)
     if has_experts and spread != topology:
         field.append(Entrant(f"cpkit {_sizes(spread)}", True, lambda: load_cp(loaded, path, spread)))
@@ -122,10 +122,7 @@ def _bench_length(
 def _turn(entrant: Entrant, ranks: Ranks, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """``work`` on the ranks that take part: rank 0's findings, numbers the largest of any rank."""
     ranks.synchronize()
-    if entrant.everywhere:
-        found = ranks.gathered(work())
-    else:
-        found = [ranks.shared(work)]
+    found = ranks.gathered(work()) if entrant.everywhere else [ranks.shared(work)]
     return {k: max(f[k] for f in found) if isinstance(v, (int, float)) else v for k, v in found[0].items()}
 
 

@@ -46,7 +46,9 @@ def _made(fields: dict[str, Any], loaded: Loaded) -> Any:
     known = set(CONFIG_MAPPING[kind]().to_dict()) | set(CONFIG_MAPPING[kind].attribute_map) | _LEGACY
     for name in fields.keys() - known:
         if name not in _modeling_words(CONFIG_MAPPING[kind]):
-            raise ConfigurationError(f"{loaded.path.name}: unknown key {key + '.' + name!r}{nearest(name, sorted(known))}")
+            raise ConfigurationError(
+                f"{loaded.path.name}: unknown key {key + '.' + name!r}{nearest(name, sorted(known), key + '.')}"
+            )
     return AutoConfig.for_model(kind, **fields)
 
 
@@ -103,10 +105,10 @@ def _check_config(loaded: Loaded) -> None:
 
 
 def _write_random(loaded: Loaded) -> str:
-    folder = tempfile.mkdtemp(prefix="cpkit-random-")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config_of(loaded), dtype=dtype_of(loaded))
+    folder = tempfile.mkdtemp(prefix="cpkit-random-")
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     with quiet():
         model.save_pretrained(folder)

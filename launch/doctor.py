@@ -74,7 +74,7 @@ def _devices() -> list[dict[str, Any]]:
 def _process_groups() -> dict[str, str]:
     """What is wrong with each backend of torch.distributed, '' for nothing."""
     if not dist.is_available():
-        return {name: "this torch was built without torch.distributed" for name in ("gloo", "nccl")}
+        return dict.fromkeys(("gloo", "nccl"), "this torch was built without torch.distributed")
     gloo = "" if dist.is_gloo_available() else "this torch was built without gloo"
     nccl = "" if dist.is_nccl_available() else "this torch was built without NCCL"
     if not nccl and not torch.cuda.is_available():

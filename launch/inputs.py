@@ -62,10 +62,7 @@ def read_ids(loaded: Loaded, wanted: Wanted, tokenizer: Any, vocab: int) -> list
     if text is None:
         limit = limit or prompt.tokens
         text = _recipe_text(loaded, prompt, limit, tokenizer)
-    if text is None:
-        ids = _random(limit or 1, vocab)
-    else:
-        ids = _encoded(text, tokenizer, wanted.chat)[:limit]
+    ids = _random(limit or 1, vocab) if text is None else _encoded(text, tokenizer, wanted.chat)[:limit]
     if not ids:
         raise ConfigurationError("the prompt is empty; give one with --prompt, --prompt-file or on stdin")
     if limit and len(ids) < limit:

@@ -19,7 +19,8 @@ from cpkit.balance import Work, choose_strategy, imbalance
 from cpkit.communicators import choose_communicator, expected_copies
 from cpkit.layout import Layout, layout
 from cpkit.patch import open_session, shard
-from cpkit.topology import EXPERT_KEYS
+from cpkit.session import Options
+from cpkit.topology import num_experts
 
 from .checkpoint import config_of, dtype_of
 from .recipe import Loaded
@@ -50,7 +51,7 @@ def plan(loaded: Loaded, tokens: int | None = None) -> dict[str, Any]:
     placed = layout(strategy, (tokens,), (0,), topology.cp)
     flops = work.of_ranks(placed)
     communicator, communicator_why = choose_communicator(
-        recipe.communicator, _experts(config), getattr(config, "num_experts_per_tok", 0) or 0, topology.ep
+        recipe.communicator, num_experts(config), getattr(config, "num_experts_per_tok", 0) or 0, topology.ep
     )
     weights = _weight_bytes(config, topology, dtype)
     cache = _cache_bytes(config, topology, tokens, dtype)
@@ -84,10 +85,6 @@ def _room(loaded: Loaded, needed: int) -> dict[str, Any]:
     return {"memory_bytes": int(memory * 2**30), "left_bytes": left, "fits": left > 0}
 
 
-def _experts(config: Any) -> int:
-    return next((n for n in (getattr(config, key, None) for key in EXPERT_KEYS) if n), 0)
-
-
 def _heads(config: Any) -> tuple[int, int]:
     """Key heads and their size."""
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -115,7 +112,7 @@ def _wire(
             names, copies = ("gather rows", "gather experts", "gather weights", "scatter expert sums"), float(others)
         else:
             names = ("dispatch rows", "dispatch experts", "dispatch weights", "combine rows")
-            copies = expected_copies(_experts(config), top_k, topology.ep)
+            copies = expected_copies(num_experts(config), top_k, topology.ep)
             add("expert row counts", 8 * others, "expert layers")
         for name, width in zip(names, (row, top_k * INDEX_BYTES, top_k * itemsize, row), strict=True):
             add(name, share * copies * width, "expert layers")
@@ -140,17 +137,7 @@ def _cache_bytes(config: Any, topology: Topology, tokens: int, dtype: torch.dtyp
 def _weight_bytes(config: Any, topology: Topology, dtype: torch.dtype) -> int:
     """Of rank 0, which holds the largest part, sharded by the code that shards real weights."""
     with _pretended_ranks(topology.world):
-        session = open_session(
-            config,
-            topology,
-            strategy="auto",
-            attention="torch",
-            communicator="auto",
-            cache="replicated",
-            check_inputs=False,
-            dtype=dtype,
-            device_type="cpu",
-        )
+        session = open_session(config, topology, Options("auto", "torch", "auto", "replicated", False), dtype, "cpu")
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         shard(model, session)

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import TextStreamer, set_seed
 
 import cpkit
+from cpkit.trace import Trace
 
 from .peak import Peak, measured
 from .ranks import Ranks
@@ -21,29 +22,27 @@ from .recipe import Loaded
 
 __all__ = ["forward", "generate", "generated", "prefill"]
 
+Result = tuple[dict[str, Any], Trace]  # the figures, and what went over the wire
 BEST = 5  # next tokens that prefill shows
 
 
-def prefill(loaded: Loaded, model: nn.Module, ids: torch.Tensor, tokenizer: Any, ranks: Ranks) -> dict[str, Any]:
+def prefill(loaded: Loaded, model: nn.Module, ids: torch.Tensor, tokenizer: Any, ranks: Ranks) -> Result:
     """Fill the cache with the prompt, in chunks where the recipe says so; the likeliest next tokens and the figures."""
     chunk = loaded.recipe.prefill_chunk_size
     ranks.synchronize()
-    with prompt_progress(model, ids.shape[1], bool(chunk) and ranks.first), measured(ranks.device) as peak:
-        with cpkit.trace() as trace:
-            started = time.perf_counter()
-            outputs = forward(model, ids, 1, chunk)
-            ranks.finish()
-            seconds = time.perf_counter() - started
+    shown = bool(chunk) and ranks.first
+    with prompt_progress(model, ids.shape[1], shown), measured(ranks.device) as peak, cpkit.trace() as trace:
+        started = time.perf_counter()
+        outputs = forward(model, ids, 1, chunk)
+        ranks.finish()
+        seconds = time.perf_counter() - started
     chances = outputs.logits[0, -1].float().log_softmax(-1).topk(BEST)
     best = [
         {"id": int(i), "text": tokenizer.decode([int(i)]), "log_probability": float(c)}
         for c, i in zip(chances.values, chances.indices, strict=True)
     ]
-    return _figures(loaded, model, ids, ranks, trace, peak) | {
-        "seconds": seconds,
-        "tokens_per_second": ids.shape[1] / seconds,
-        "next": best,
-    }
+    found = {"seconds": seconds, "tokens_per_second": ids.shape[1] / seconds, "next": best}
+    return _figures(loaded, model, ids, ranks, trace, peak) | found, trace
 
 
 def forward(model: nn.Module, ids: torch.Tensor, keep: int, chunk: int | None = None) -> Any:
@@ -57,34 +56,40 @@ def forward(model: nn.Module, ids: torch.Tensor, keep: int, chunk: int | None = 
     return outputs
 
 
-def generate(
-    loaded: Loaded, model: nn.Module, ids: torch.Tensor, tokenizer: Any, ranks: Ranks, stream: bool
-) -> dict[str, Any]:
+def generate(loaded: Loaded, model: nn.Module, ids: torch.Tensor, tokenizer: Any, ranks: Ranks, stream: bool) -> Result:
     """Prefill and decode; the new tokens, their text and the figures. ``stream`` prints the text as it comes."""
     chunk = loaded.recipe.prefill_chunk_size
     beams = (loaded.recipe.generation.num_beams or 1) > 1
+    shown = bool(chunk) and ranks.first
     streamer = TextStreamer(tokenizer, skip_prompt=True) if stream and ranks.first and not beams else None
     set_seed(loaded.recipe.generation.seed)
     ranks.synchronize()
-    with prompt_progress(model, ids.shape[1], bool(chunk) and ranks.first), measured(ranks.device) as peak:
-        with cpkit.trace() as trace, first_decode(model) as clock:
-            started = time.perf_counter()
-            new = generated(loaded, model, ids, streamer=streamer, prefill_chunk_size=chunk)
-            ranks.finish()
-            seconds = time.perf_counter() - started
+    with (
+        prompt_progress(model, ids.shape[1], shown),
+        measured(ranks.device) as peak,
+        cpkit.trace() as trace,
+        first_decode(model, ids.shape[1]) as clock,
+    ):
+        started = time.perf_counter()
+        new = generated(loaded, model, ids, streamer=streamer, prefill_chunk_size=chunk)
+        ranks.finish()
+        seconds = time.perf_counter() - started
     tokens = new.sequences[0, ids.shape[1] :].tolist()
-    return _figures(loaded, model, ids, ranks, trace, peak) | {
+    found = {
         "new_tokens": tokens,
         "text": tokenizer.decode(tokens, skip_special_tokens=True),
         "seconds": seconds,
         "prefill_seconds": clock[0] - started if clock else seconds,
         "streamed": streamer is not None,
     }
+    return _figures(loaded, model, ids, ranks, trace, peak) | found, trace
 
 
 def generated(loaded: Loaded, model: nn.Module, ids: torch.Tensor, **more: Any) -> Any:
     """transformers' ``generate`` with the recipe's arguments, and those in ``more`` that are not None."""
     arguments = loaded.recipe.generation.arguments() | {k: v for k, v in more.items() if v is not None}
+    if arguments.get("do_sample") is False:  # so that greedy runs are not told that sampling's words are idle
+        arguments = {k: v for k, v in arguments.items() if k not in ("temperature", "top_k", "top_p", "min_p")}
     pad = model.generation_config.pad_token_id
     if pad is None:  # one prompt has no padding; this keeps generate from saying so
         arguments["pad_token_id"] = 0
@@ -92,15 +97,14 @@ def generated(loaded: Loaded, model: nn.Module, ids: torch.Tensor, **more: Any) 
 
 
 @contextmanager
-def first_decode(model: nn.Module) -> Iterator[list[float]]:
-    """Collects the time at which the first forward of one token began, which ends the prefill."""
+def first_decode(model: nn.Module, tokens: int) -> Iterator[list[float]]:
+    """Collects the time at which the first forward after a prompt of ``tokens`` tokens began."""
     times: list[float] = []
 
     def note(_module, _args, kwargs):
-        ids = kwargs.get("input_ids")
-        if not times and ids is not None and ids.shape[1] == 1 and kwargs.get("cache") is not None:
-            if kwargs["cache"].get_seq_length() > 0:
-                times.append(time.perf_counter())
+        cache = kwargs.get("cache")
+        if not times and cache is not None and cache.get_seq_length() >= tokens:
+            times.append(time.perf_counter())
 
     handle = model.register_forward_pre_hook(note, with_kwargs=True)
     try:
@@ -135,7 +139,7 @@ def prompt_progress(model: nn.Module, tokens: int, shown: bool) -> Iterator[None
 
 
 def _figures(
-    loaded: Loaded, model: nn.Module, ids: torch.Tensor, ranks: Ranks, trace: cpkit.trace, peak: Peak
+    loaded: Loaded, model: nn.Module, ids: torch.Tensor, ranks: Ranks, trace: Trace, peak: Peak
 ) -> dict[str, Any]:
     return {
         "recipe": loaded.name,
@@ -145,5 +149,4 @@ def _figures(
         "peak_bytes": max(ranks.gathered(peak.above)),
         "wire": trace.totals(),
         "resolved": cpkit.describe(model).as_dict()["resolved"],
-        "_trace": trace,
     }

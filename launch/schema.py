@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -105,10 +106,18 @@ class Recipe(Strict):
         return self
 
 
-def nearest(word: str, known: list[str]) -> str:
-    """`` (nearest is 'x')``, or all that is known where nothing comes near."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"; the nearest that exists is {close[0]!r}" if close else f"; known are {', '.join(known)}"
+def nearest(word: str, known: Sequence[str], prefix: str = "") -> str:
+    """The end of a message about an unknown ``word``: the nearest of ``known``, or all of them where none is near."""
+
+    def likeness(name: str) -> float:
+        if sorted(name) == sorted(word):  # the same letters in another order
+            return 1.0
+        return difflib.SequenceMatcher(None, word, name).ratio()
+
+    best = max(known, key=likeness)
+    if likeness(best) >= 0.5:
+        return f"; the nearest that exists is {prefix + best!r}"
+    return f"; known are {', '.join(known)}"
 
 
 def validated(data: Any, where: str) -> Recipe:
@@ -124,7 +133,8 @@ def validated(data: Any, where: str) -> Recipe:
 def _message(error: Any) -> str:
     path = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
-        return f"unknown key {path!r}{nearest(str(error['loc'][-1]), _known(error['loc'][:-1]))}"
+        *above, last = map(str, error["loc"])
+        return f"unknown key {path!r}{nearest(last, _known(error['loc'][:-1]), ''.join(f'{n}.' for n in above))}"
     if error["type"] == "missing":
         return f"{path} is missing"
     text = error["msg"].removeprefix("Value error, ")

@@ -1,4 +1,4 @@
-"""``translate``: SGLang's launch flags as a cpkit topology and recipe; what has no counterpart is listed, never dropped."""
+"""``translate``: SGLang's launch flags as a topology and a recipe; what has no counterpart is listed, never dropped."""
 
 from __future__ import annotations
 

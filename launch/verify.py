@@ -78,9 +78,7 @@ def _positions(tokens: int, vocab: int) -> int:
     return tokens if tokens * vocab * 4 <= LOGIT_BYTES else min(tokens, LAST_POSITIONS)
 
 
-def _run(
-    loaded: Loaded, model: nn.Module, ids: torch.Tensor, keep: int, ranks: Ranks, together: bool, progress
-) -> Run:
+def _run(loaded: Loaded, model: nn.Module, ids: torch.Tensor, keep: int, ranks: Ranks, together: bool, progress) -> Run:
     progress(f"prefill of {ids.shape[1]} tokens")
     forward(model, ids[:, :WARM_TOKENS], 1)
     seconds = min(_timed(model, ids, ranks, together) for _ in range(TIMED))
@@ -139,7 +137,7 @@ def _cache_difference(ours: Layers, plain: Layers | None, loaded: Loaded, ranks:
     tp, worst = loaded.recipe.topology.tp, 0.0
     for layer, held in enumerate(ours):
         facts = ranks.shared(lambda at=layer: [(n, tuple(t.shape), t.dtype) for n, t in plain[at].items()])
-        if sorted(n for n, _, _ in facts) != sorted(held):
+        if any(ranks.gathered(sorted(n for n, _, _ in facts) != sorted(held))):
             return float("inf")
         for name, shape, dtype in facts:
             device = held[name].device

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpkit import ConfigurationError
-from cpkit.attention import Piece, attend, backends, choose_backend, flash, pieces, reference, sdpa
 from cpkit.attention import Backend as BackendRecord
+from cpkit.attention import Piece, attend, backends, choose_backend, flash, pieces, reference, sdpa
 from cpkit.layout import layout
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 8
@@ -88,9 +88,7 @@ def test_every_rank_equals_dense_attention(name, batch, size, strategy, window):
     place_of_key = torch.cat([torch.arange(n) for n in totals])
     request_of_row = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
     place_of_row = torch.cat([p + torch.arange(n) for n, p in batch])
-    expected = dense(
-        query, key, value, request_of_key, place_of_key, request_of_row, place_of_row, 0.3, window
-    ).float()
+    expected = dense(query, key, value, request_of_key, place_of_key, request_of_row, place_of_row, 0.3, window).float()
     starts = [sum(totals[:i]) for i in range(len(totals))]
     for rank, held in enumerate(placed.local_to_global):
         if len(held):

@@ -40,7 +40,7 @@ MODES = {
     "no_cache": lambda m: m.generate(tokens(1, 12), use_cache=False, max_new_tokens=4, do_sample=False),
     "one_token": lambda m: m.generate(tokens(1, 1), **NEW),
     "embeds": lambda m: m.generate(inputs_embeds=m.get_input_embeddings()(tokens(1, 19)), **NEW),
-    "early_stop": lambda m: m.generate(**padded(21, 5), eos_token_id=list(range(0, 400)), **NEW),
+    "early_stop": lambda m: m.generate(**padded(21, 5), eos_token_id=list(range(400)), **NEW),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -67,8 +68,7 @@ def _exchanges():
         sends, receives = splits[group.rank], [row[group.rank] for row in splits]
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
             rows = torch.full((sum(sends), 2), group.rank + 1).to(dtype)
-            arrived, work, _ = exchange(rows, sends, receives, group, "x")
-            work.wait()
+            arrived = exchange(rows, sends, receives, group, "x").wait()
             expected = torch.cat([torch.full((n, 2), r + 1).to(dtype) for r, n in enumerate(receives)])
             assert torch.equal(arrived, expected)
     for counts in ([3, 1], [0, 2], [0, 0]):
@@ -102,6 +102,6 @@ def test_trace_counts_calls_rows_and_bytes(tmp_path):
         assert (last["calls"], last["rows"], last["bytes"]) == (1, int(rank != 0), 24 * int(rank != 0))
         assert set(outer) == {"kv", "last"} and set(inner) == {"last"}
         assert total == kv["bytes"] + last["bytes"]
-        events = json.load(open(path))["traceEvents"]
+        events = json.loads(Path(path).read_text())["traceEvents"]
         assert [e["name"] for e in events] == ["kv", "last"]
         assert all(e["pid"] == rank and e["dur"] >= 0 and e["args"]["bytes"] >= 0 for e in events)

@@ -118,7 +118,7 @@ def choose_backend(name: str, device_type: str, dtype: torch.dtype, head_dim: in
         if reason:
             raise ConfigurationError(f"attention backend {name!r} cannot serve: {reason}; use 'auto' or 'torch'")
         return _BACKENDS[name], "asked for"
-    passed = []
+    passed: list[str] = []
     for backend in _BACKENDS.values():
         reason = backend.missing(device_type, dtype, head_dim)
         if not reason:
@@ -139,7 +139,8 @@ def attend(
     return merge([backend.run(query, key, value, tiles, scale) for tiles in rounds])[0].to(query.dtype)
 
 
-from . import flash, sdpa  # noqa: E402  (they need Piece and Backend)
+from .flash import BACKENDS as _FLASH  # noqa: E402  (they need Piece and Backend)
+from .sdpa import BACKEND as _SDPA  # noqa: E402
 
-for _backend in (*flash.BACKENDS, sdpa.BACKEND):
+for _backend in (*_FLASH, _SDPA):
     register_backend(_backend)

@@ -157,7 +157,7 @@ def _backend(name: str, module: str, sizes: range, package: str) -> Backend:
     return Backend(name, partial(run, kernel=kernel, paged=not package), partial(_missing, module, sizes, package))
 
 
-BACKENDS = (
+BACKENDS: tuple[Backend, ...] = (
     _backend("flash3", "flash_attn_interface", range(9, 10), "flash-attn-3"),
     _backend("flash4", "flash_attn.cute", range(9, 13), "--pre flash-attn-4"),
     _backend("flash2", "flash_attn", range(8, 13), "flash-attn"),

@@ -18,9 +18,7 @@ BLOCK = 256  # queries a masked call takes at once
 Part = tuple[torch.Tensor, torch.Tensor]
 
 
-def run(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pieces: Sequence[Piece], scale: float
-) -> Part:
+def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pieces: Sequence[Piece], scale: float) -> Part:
     """See ``cpkit.attention``."""
     if query.device.type == "cpu":  # parts are rounded once, after they have been merged
         query, key, value = query.float(), key.float(), value.float()
@@ -93,10 +91,8 @@ def _fused(q, k, v, scale: float, causal: bool = False, mask: torch.Tensor | Non
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     bias = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        q, k, v, bias, True, 0.0, causal, scale=scale
-    )
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)
     return out, lse[:, :, : q.shape[2]]
 
 
-BACKEND = Backend("torch", run, lambda device, dtype, head_dim: "")
+BACKEND: Backend = Backend("torch", run, lambda device, dtype, head_dim: "")

@@ -127,9 +127,7 @@ class Layout:
 
 
 @lru_cache(maxsize=64)
-def layout(
-    strategy: str, lengths: tuple[int, ...], prefixes: tuple[int, ...], size: int, align: int = 1
-) -> Layout:
+def layout(strategy: str, lengths: tuple[int, ...], prefixes: tuple[int, ...], size: int, align: int = 1) -> Layout:
     """The layout of requests with ``lengths`` new and ``prefixes`` cached tokens over ``size`` ranks.
 
     Raises ``ConfigurationError`` for an unknown strategy, or one whose segments do not hold every row exactly once.
@@ -141,7 +139,7 @@ def layout(
     every_row_once = (
         len(dealt) == size
         and sum(result.local_rows) == result.rows
-        and all(0 <= s.start and s.stop <= lengths[s.request] for held in result.segments for s in held)
+        and all(s.start >= 0 and s.stop <= lengths[s.request] for held in result.segments for s in held)
         and bool((result.owner >= 0).all())
     )
     if not every_row_once:

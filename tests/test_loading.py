@@ -1,0 +1,144 @@
+"""Loading: each rank reads and holds only its part, from one file or many, and whole files only."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import safetensors.torch
+import torch
+from torch.distributed.tensor import DTensor
+
+import cpkit
+from cpkit import ConfigurationError, Topology, UnsupportedModel
+
+from .cases import TOLERANCE
+from .ranks import run_ranks, start_ranks
+from .tiny import make, tokens
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The tiny model in four shard files, one expert a tensor, as published checkpoints are."""
+    path = tmp_path_factory.mktemp("checkpoint")
+    make().save_pretrained(path, max_shard_size="200KB")
+    assert len(list(path.glob("*.safetensors"))) >= 4
+    names = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert any(".experts.7." in name for name in names)
+    return path
+
+
+def local_parameters(model):
+    return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
+
+
+def _loaded(folder, topology):
+    read = set()
+    plain = safetensors.torch.safe_open
+
+    class Spy:
+        """Counts the bytes of the slices that the loader takes."""
+
+        def __init__(self, *args, **kwargs):
+            self.file = plain(*args, **kwargs)
+
+        def __exit__(self, *args):
+            return self.file.__exit__(*args)
+
+        def keys(self):
+            return self.file.keys()
+
+        def get_slice(self, name):
+            whole = self.file.get_slice(name)
+
+            class Slice:
+                def get_shape(self):
+                    return whole.get_shape()
+
+                def get_dtype(self):
+                    return whole.get_dtype()
+
+                def __getitem__(self, item):
+                    taken = whole[item]
+                    read.add((name, taken.numel()))
+                    return taken
+
+            return Slice()
+
+    import transformers.modeling_utils as loader
+
+    loader.safe_open = Spy
+    model = cpkit.from_pretrained(folder, topology=topology, strategy="zigzag")
+    loader.safe_open = plain
+    ids = tokens(2, 41)
+    logits = model(ids).logits
+    generated = model.generate(ids, max_new_tokens=5, do_sample=False)
+    held, taken = local_parameters(model), sum(n for _, n in read)
+    assert model.config.architectures == ["Qwen3MoeForCausalLM"]
+    cpkit.remove(model)
+    with torch.no_grad():
+        whole = model(ids).logits
+    return logits, generated, held, taken, whole
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [Topology(), Topology(cp=2), Topology(cp=2, ep=2), Topology(tp=2), Topology(cp=2, tp=2, ep=4)],
+    ids=str,
+)
+def test_each_rank_reads_and_holds_its_part(folder, topology):
+    plain, ids = make(), tokens(2, 41)
+    with torch.no_grad():
+        expected = plain(ids).logits
+    generated = plain.generate(ids, max_new_tokens=5, do_sample=False)
+    everything = sum(p.numel() for p in plain.parameters())
+    experts = sum(p.numel() for name, p in plain.named_parameters() if ".experts." in name)
+    for logits, tokens_out, held, taken, whole in run_ranks(topology.world, _loaded, folder, topology):
+        assert (logits - expected).abs().max() <= TOLERANCE
+        assert torch.equal(tokens_out, generated)
+        assert held == taken, "a rank read more of the files than it keeps"
+        if topology.tp == 1:
+            assert held == everything - experts + experts // topology.ep
+        else:
+            assert held < 0.62 * everything
+        assert torch.equal(whole, expected)  # remove() gathers the weights again, bit for bit
+
+
+def test_bf16_and_options_of_transformers_pass_through(folder):
+    model = cpkit.from_pretrained(folder, dtype="bfloat16", attn_implementation="eager")
+    assert model.dtype == torch.bfloat16 and model.config._attn_implementation == "eager"
+    assert not model.training
+    with pytest.raises(ValueError, match="device_map"):
+        cpkit.from_pretrained(folder, device_map="auto")
+
+
+def test_options_are_checked_before_weights_are_read(tmp_path):
+    make().config.save_pretrained(tmp_path)  # no weights there at all
+    with pytest.raises(ConfigurationError, match="strategy 'zigzga' is not known"):
+        cpkit.from_pretrained(tmp_path, strategy="zigzga")
+    with pytest.raises(ConfigurationError, match="torchrun --nproc-per-node 2"):
+        cpkit.from_pretrained(tmp_path, topology=Topology(cp=2))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "gpt2", "architectures": ["GPT2LM"]}))
+    with pytest.raises(UnsupportedModel, match="'gpt2' is not supported"):
+        cpkit.from_pretrained(tmp_path)
+
+
+def test_a_truncated_file_is_named_and_nobody_hangs(tmp_path):
+    make().save_pretrained(tmp_path, max_shard_size="200KB")
+    victim = sorted(tmp_path.glob("*.safetensors"))[1]
+    victim.write_bytes(victim.read_bytes()[:-1000])
+    for ok, value in start_ranks(2, lambda: cpkit.from_pretrained(tmp_path, topology=Topology(cp=2, ep=2)), timeout=20):
+        assert not ok
+        error, _ = value
+        assert isinstance(error, cpkit.CpkitError) and victim.name in str(error), repr(error)
+
+
+def test_a_missing_tensor_is_an_error(tmp_path):
+    make().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    state = safetensors.torch.load_file(file)
+    del state["model.layers.0.self_attn.q_proj.weight"]
+    safetensors.torch.save_file(state, file, metadata={"format": "pt"})
+    with pytest.raises(cpkit.CpkitError, match=r"lacks .*layers\.0\.self_attn\.q_proj\.weight"):
+        cpkit.from_pretrained(tmp_path)
