@@ -109,8 +109,9 @@ def open_session(
         raise ConfigurationError(f"cache {cache!r} is not known; use one of {sorted(PREFILL_CACHES)}")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     backend, attention_reason = choose_backend(options.attention, device_type, dtype, head_dim)
+    top_k = getattr(config, "num_experts_per_tok", None) or 0
     name, communicator_reason = choose_communicator(
-        options.communicator, num_experts(config), getattr(config, "num_experts_per_tok", 0) or 0, topology.ep
+        options.communicator, num_experts(config), top_k, topology.ep, device_type
     )
     reasons = {
         "strategy": "decided for each forward by work and bytes" if strategy == "auto" else "asked for",

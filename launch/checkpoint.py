@@ -116,13 +116,16 @@ def _write_random(loaded: Loaded) -> str:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Without transformers' progress bars: with several ranks they overwrite each other."""
-    bars = transformers_logging.is_progress_bar_enabled()
+def quiet(warnings: bool = False) -> Iterator[None]:
+    """Without transformers' progress bars, which several ranks would mix up; with ``warnings``, without those too."""
+    bars, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
+    if warnings:
+        transformers_logging.set_verbosity_error()
     try:
         yield
     finally:
+        transformers_logging.set_verbosity(level)
         if bars:
             transformers_logging.enable_progress_bar()
 

@@ -13,16 +13,15 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
-import cpkit
 from cpkit import ConfigurationError, Topology
 from cpkit.balance import Work, choose_strategy, imbalance
 from cpkit.communicators import choose_communicator, expected_copies
 from cpkit.layout import Layout, layout
-from cpkit.patch import open_session, shard
+from cpkit.patch import family_of, open_session, shard
 from cpkit.session import Options
 from cpkit.topology import num_experts
 
-from .checkpoint import config_of, dtype_of
+from .checkpoint import config_of, dtype_of, quiet
 from .recipe import Loaded
 
 __all__ = ["plan"]
@@ -37,7 +36,7 @@ def plan(loaded: Loaded, tokens: int | None = None) -> dict[str, Any]:
     """
     recipe, config, dtype = loaded.recipe, config_of(loaded), dtype_of(loaded)
     topology = recipe.topology.topology()
-    cpkit.patch.family_of(config)
+    family_of(config)
     topology.check_model(config)
     if topology.pp > 1:
         raise ConfigurationError(f"topology.pp = {topology.pp}: pipeline stages are not supported yet; use pp=1")
@@ -140,7 +139,8 @@ def _weight_bytes(config: Any, topology: Topology, dtype: torch.dtype) -> int:
         session = open_session(config, topology, Options("auto", "torch", "auto", "replicated", False), dtype, "cpu")
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        shard(model, session)
+        with quiet(warnings=True):  # of rules that match no layer of this model
+            shard(model, session)
         return _bytes_of(model, getattr(config, "quantization_config", None))
 
 

@@ -174,12 +174,13 @@ def test_stand_in_rows_reach_no_expert():
 def test_auto_takes_what_moves_fewer_bytes():
     assert expected_copies(8, 8, 4) == 3  # every expert is chosen: every rank has one
     assert expected_copies(128, 1, 2) == 0.5
-    name, why = choose_communicator("auto", 128, 8, 2)
+    name, why = choose_communicator("auto", 128, 8, 2, "cuda")
     assert name == "gather" and "1.00 of 1 other ranks" in why
-    name, why = choose_communicator("auto", 128, 2, 8)
+    name, why = choose_communicator("auto", 128, 2, 8, "cuda")
     assert name == "all_to_all" and "bytes of gather" in why
-    assert choose_communicator("auto", 8, 2, 1)[0] == "local"
+    assert choose_communicator("auto", 128, 8, 2, "cpu")[0] == "all_to_all"  # no device to wait for
+    assert choose_communicator("auto", 8, 2, 1, "cpu")[0] == "local"
     with pytest.raises(ConfigurationError, match="'local' needs all experts on every rank, and ep is 2"):
-        choose_communicator("local", 8, 2, 2)
+        choose_communicator("local", 8, 2, 2, "cpu")
     with pytest.raises(ConfigurationError, match="'alltoall' is not known"):
-        choose_communicator("alltoall", 8, 2, 2)
+        choose_communicator("alltoall", 8, 2, 2, "cpu")

@@ -190,7 +190,7 @@ def test_another_kits_changes_are_refused():
 
 
 def test_other_versions_of_transformers_are_refused(monkeypatch):
-    monkeypatch.setattr("transformers.__version__", "5.30.0")
+    monkeypatch.setattr(cpkit.patch.transformers, "__version__", "5.30.0")
     with pytest.raises(UnsupportedModel, match="checked with transformers >=5.24,<5.25, and 5.30.0 is installed; pip"):
         cpkit.apply(make())
 

@@ -1,0 +1,248 @@
+"""Recipes: the schema and its messages, overrides, those that are shipped, and SGLang's flags."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from cpkit import ConfigurationError, Topology
+from cpkit.launch import cli, plan, recipe, translate
+from cpkit.launch.checkpoint import config_of, dtype_of
+
+GPU_RECIPES = ["qwen3-30b-a3b-fp8-4xhopper", "qwen3-30b-a3b-bf16-4xh100"]
+OFFLINE = ["bench-qwen3-moe", *GPU_RECIPES]
+
+
+def write(folder, **more):
+    data = {"description": "A test", "random_model": {"model_type": "qwen3_moe"}} | more
+    path = folder / "made.yaml"
+    path.write_text(yaml.safe_dump({k: v for k, v in data.items() if v is not None}))
+    return str(path)
+
+
+def run(capsys, monkeypatch, *words):
+    """The command line in this process: exit code, stdout, stderr."""
+    monkeypatch.setattr("sys.argv", ["cpkit", *words])
+    code = 0
+    try:
+        cli.main()
+    except SystemExit as stop:
+        code = stop.code or 0
+    return code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", recipe.names())
+def test_shipped_recipes_load_and_resolve(name):
+    loaded = recipe.load(name)
+    assert loaded.recipe.topology.topology().world >= 2
+    assert loaded.recipe.prompt is not None
+
+
+def test_the_recipes_of_the_kit_are_there():
+    assert {"demo", *OFFLINE} <= set(recipe.names())
+    fp8 = recipe.load("qwen3-30b-a3b-fp8-4xhopper").recipe
+    assert fp8.model == "Qwen/Qwen3-30B-A3B-FP8"
+    assert fp8.topology.topology() == Topology(cp=2, tp=2, ep=4)
+    assert (fp8.strategy, fp8.hardware.device, fp8.hardware.gpus) == ("zigzag", "cuda", "4 x Hopper")
+
+
+@pytest.mark.parametrize("name", OFFLINE)
+def test_shipped_recipes_plan_without_gpus_weights_and_network(name):
+    planned = plan.plan(recipe.load(name))
+    assert sum(r["rows"] for r in planned["ranks"]) == planned["tokens"] * planned["topology"]["tp"]
+    assert planned["balance"] < 1.001
+    assert planned["fits"] in (True, None)
+
+
+def test_a_plan_of_the_30b_model_has_its_published_sizes():
+    planned = plan.plan(recipe.load("qwen3-30b-a3b-bf16-4xh100", ["topology={cp: 1}"]), tokens=1000)
+    assert 30.5e9 < planned["weight_bytes"] / 2 < 30.6e9
+    assert planned["cache_bytes"] == 1000 * 48 * 2 * 4 * 128 * 2
+    eight_bits = plan.plan(recipe.load("qwen3-30b-a3b-fp8-4xhopper", ["topology={cp: 1}"]), tokens=1000)
+    assert 0.5 < eight_bits["weight_bytes"] / planned["weight_bytes"] < 0.53
+
+
+def test_a_plan_that_does_not_fit_says_by_how_much(capsys, monkeypatch):
+    words = ["plan", "qwen3-30b-a3b-bf16-4xh100", "topology={cp: 4}", "hardware.memory_gib=40"]
+    code, out, _ = run(capsys, monkeypatch, *words)
+    assert code == 0 and "more than its 40.00 GiB" in out
+    code, out, _ = run(capsys, monkeypatch, *words, "--json")
+    assert json.loads(out)["fits"] is False
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"stratgy": "zigzag"}, ["unknown key 'stratgy'", "nearest that exists is 'strategy'"]),
+        ({"topology": {"pc": 2}}, ["unknown key 'topology.pc'", "'topology.cp'"]),
+        ({"generation": {"max_tokens": 2}}, ["'generation.max_tokens'", "'generation.max_new_tokens'"]),
+        ({"hardware": {"device": "tpu"}}, ["hardware.device = 'tpu'", "'cpu' or 'cuda'"]),
+        ({"topology": {"cp": 0}}, ["topology.cp = 0", "greater than or equal to 1"]),
+        ({"description": None}, ["description is missing"]),
+        ({"model": "x"}, ["exactly one of model and random_model"]),
+        ({"random_model": {"hidden_size": 8}}, ["random_model needs model_type"]),
+        ({"prompt": {"source": "python-stdlib"}}, ["prompt", "give tokens too"]),
+        ({"prompt": {"text": "a", "file": "b"}}, ["exactly one of text, file and source"]),
+    ],
+)
+def test_mistakes_in_a_recipe_are_named_with_their_path(tmp_path, changes, said):
+    with pytest.raises(ConfigurationError) as error:
+        recipe.load(write(tmp_path, **changes))
+    for words in ("made.yaml", *said):
+        assert words in str(error.value)
+
+
+def test_every_mistake_is_reported_at_once(tmp_path):
+    with pytest.raises(ConfigurationError) as error:
+        recipe.load(write(tmp_path, stratgy="zigzag", topology={"pc": 2}))
+    assert "stratgy" in str(error.value) and "topology.pc" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"model_type": "qwen3_moe", "num_expert": 4}, "the nearest that exists is 'random_model.num_experts'"),
+        ({"model_type": "qwen_moe3"}, "is not known; the nearest that exists is 'qwen"),
+    ],
+)
+def test_mistakes_in_a_random_models_fields_are_named(tmp_path, fields, said):
+    with pytest.raises(ConfigurationError, match=said):
+        config_of(recipe.load(write(tmp_path, random_model=fields)))
+
+
+def test_a_field_that_only_the_modeling_code_reads_is_taken(tmp_path):
+    fields = {"model_type": "qwen3_moe", "head_dim": 48}
+    assert config_of(recipe.load(write(tmp_path, random_model=fields))).head_dim == 48
+
+
+def test_unknown_recipes_and_files():
+    with pytest.raises(ConfigurationError, match="nearest that exists is 'demo'"):
+        recipe.load("demoo")
+    with pytest.raises(ConfigurationError, match="no such file"):
+        recipe.load("./nowhere.yaml")
+
+
+def test_text_that_is_no_recipe(tmp_path):
+    path = tmp_path / "made.yaml"
+    path.write_text("a: [1")
+    with pytest.raises(ConfigurationError, match="is not YAML"):
+        recipe.load(str(path))
+    path.write_text("- a")
+    with pytest.raises(ConfigurationError, match="mapping of keys, not list"):
+        recipe.load(str(path))
+
+
+def test_overrides_are_yaml_on_top_of_the_recipe(tmp_path):
+    path = write(tmp_path, topology={"cp": 2}, generation={"temperature": 0.5})
+    changes = [
+        "topology.cp=4",
+        "strategy=interleave",
+        "generation.do_sample=true",
+        "prompt={text: hi}",
+        "dtype=bfloat16",
+    ]
+    made = recipe.load(path, changes).recipe
+    assert made.topology.cp == 4 and made.strategy == "interleave" and made.prompt.text == "hi"
+    assert made.generation.arguments() == {"max_new_tokens": 64, "do_sample": True, "temperature": 0.5}
+    assert str(dtype_of(recipe.load(path, changes))) == "torch.bfloat16"
+    assert recipe.load(path, ["generation.temperature=null"]).recipe.generation.temperature is None
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("topology.pc=4", "unknown key 'topology.pc'; the nearest that exists is 'topology.cp'"),
+        ("tokens", "not of the form key=value"),
+        ("strategy.cp=1", "has no keys below it"),
+        ("topology.cp=many", "topology.cp = 'many'"),
+        ("topology.cp=[1", "is not YAML"),
+    ],
+)
+def test_mistakes_in_overrides(tmp_path, override, said):
+    with pytest.raises(ConfigurationError) as error:
+        recipe.load(write(tmp_path, strategy="zigzag"), [override])
+    assert said in str(error.value)
+
+
+def test_a_model_is_looked_for_beside_the_recipe_and_overrides_in_the_working_directory(tmp_path, monkeypatch):
+    for place in ("recipes/near", "work/near"):
+        (tmp_path / place).mkdir(parents=True)
+    path = write(tmp_path / "recipes", random_model=None, model="near")
+    monkeypatch.chdir(tmp_path / "work")
+    assert recipe.load(path).model() == str(tmp_path / "recipes/near")
+    assert recipe.load(path, ["model=near"]).model() == str(tmp_path / "work/near")
+    assert recipe.load(path, ["model=org/far"]).model() == "org/far"
+
+
+def test_a_model_that_is_nowhere_is_one_clear_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigurationError, match="'no-such-model' could not be read"):
+        config_of(recipe.load(write(tmp_path, random_model=None, model="no-such-model")))
+
+
+def test_show_and_recipes_print_what_is_resolved(capsys, monkeypatch):
+    code, out, _ = run(capsys, monkeypatch, "show", "bench-qwen3-moe", "topology.cp=4", "--json")
+    shown = json.loads(out)
+    assert code == 0 and shown["topology"]["cp"] == 4 and shown["attention"] == "auto"
+    assert yaml.safe_load(run(capsys, monkeypatch, "show", "bench-qwen3-moe")[1])["topology"]["cp"] == 2
+    listed = json.loads(run(capsys, monkeypatch, "recipes", "--json")[1])
+    assert {r["name"]: r["ranks"] for r in listed}["qwen3-30b-a3b-fp8-4xhopper"] == 4
+
+
+def test_doctor_says_what_can_serve_and_why_not(capsys, monkeypatch):
+    found = json.loads(run(capsys, monkeypatch, "doctor", "--json")[1])
+    assert found["attention"]["backends"]["torch"] == "" and found["process_groups"]["gloo"] == ""
+    assert found["families"]["qwen3_moe"] == "" and found["versions"]["torch"]
+    assert "attention backends" in run(capsys, monkeypatch, "doctor")[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "topology"),
+    [
+        ("--tp 4 --ep 4 --attn-cp-size 2 --dp 1", Topology(cp=2, tp=2, ep=4)),
+        ("--tp-size=8 --attention-context-parallel-size 4", Topology(cp=4, tp=2)),
+        ("--tp 8 --dp 2 --enable-dp-attention --attn-cp-size 2", Topology(dp=2, cp=2, tp=2)),
+        ("--tp 8 --dp 2", Topology(tp=8)),
+    ],
+)
+def test_sglang_sizes(flags, topology):
+    assert translate.translate([flags])["topology"] == vars(topology)
+
+
+def test_sglang_flags_become_a_recipe_that_loads(tmp_path):
+    flags = "--model-path Qwen/Qwen3-30B-A3B --tp 2 --attn-cp-size 2 --enable-prefill-cp --cp-strategy interleave "
+    flags += "--attention-backend fa3 --chunked-prefill-size 8192 --context-length 32768 --dtype half"
+    made = translate.translate([flags])
+    assert made["unknown"] == [] and made["notes"] == []
+    (tmp_path / "made.yaml").write_text(made["yaml"])
+    loaded = recipe.load(str(tmp_path / "made.yaml")).recipe
+    assert (loaded.model, loaded.strategy, loaded.attention) == ("Qwen/Qwen3-30B-A3B", "interleave", "flash3")
+    assert (loaded.prefill_chunk_size, loaded.max_tokens, loaded.dtype) == (8192, 32768, "float16")
+
+
+def test_sglang_flags_without_a_counterpart_are_listed(capsys, monkeypatch):
+    flags = ["--tp", "2", "--mem-fraction-static", "0.8", "--trust-remote-code", "--attention-backend", "flashmla"]
+    code, out, _ = run(capsys, monkeypatch, "translate", "--json", *flags)
+    made = json.loads(out)
+    assert code == 0 and made["unknown"] == ["--mem-fraction-static 0.8", "--trust-remote-code"]
+    assert any("flashmla" in note for note in made["notes"]) and any("--model-path" in note for note in made["notes"])
+    out = run(capsys, monkeypatch, "translate", "--tp 2 --mem-fraction-static 0.8")[1]
+    assert "no counterpart: --mem-fraction-static 0.8" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--tp 4 --attn-cp-size 3", "set --tp to a multiple of 3"),
+        ("--tp four", "'four' is not a whole number"),
+        ("--tp 2 --cp-strategy zigzg", "nearest that exists is 'zigzag'"),
+        ("--ep", "--ep has no value"),
+        ("--tp 2 --ep 3", "ep can be one of"),
+    ],
+)
+def test_sglang_flags_that_cannot_be(flags, said):
+    with pytest.raises(ConfigurationError) as error:
+        translate.translate([flags])
+    assert said in str(error.value)
