@@ -53,6 +53,9 @@ app = typer.Typer(
 )
 
 
+_SILENCED: list[tuple[Any, Any]] = []  # the streams of a rank that is silent for now
+
+
 @dataclass
 class Launch:
     """A recipe whose ranks are connected and whose checkpoint is at ``path``."""
@@ -224,14 +227,15 @@ def main() -> None:
 def _one_voice() -> Iterator[None]:
     """Ranks other than 0 read the same words, so help and usage errors would come once a rank: they are silent until
     a verb starts or something is raised."""
+    if not is_first():
+        _SILENCED.append((sys.stdout, sys.stderr))
+        sys.stdout = sys.stderr = io.StringIO()
     try:
-        if not is_first():
-            sys.stdout = sys.stderr = io.StringIO()
         yield
     finally:
         _speak()
 
 
 def _speak() -> None:
-    if not is_first():
-        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    if _SILENCED:
+        sys.stdout, sys.stderr = _SILENCED.pop()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,9 +52,13 @@ def plan(loaded: Loaded, tokens: int | None = None) -> dict[str, Any]:
     placed = layout(strategy, (tokens,), (0,), topology.cp)
     flops = work.of_ranks(placed)
     communicator, communicator_why = choose_communicator(
-        recipe.communicator, num_experts(config), getattr(config, "num_experts_per_tok", 0) or 0, topology.ep
+        recipe.communicator,
+        num_experts(config),
+        getattr(config, "num_experts_per_tok", 0) or 0,
+        topology.ep,
+        recipe.hardware.device,
     )
-    weights = _weight_bytes(config, topology, dtype)
+    weights = _apart(_weight_bytes, config, topology, dtype)
     cache = _cache_bytes(config, topology, tokens, dtype)
     return {
         "recipe": loaded.name,
@@ -131,6 +137,12 @@ def _cache_bytes(config: Any, topology: Topology, tokens: int, dtype: torch.dtyp
     kinds = kinds * (config.num_hidden_layers // len(kinds))
     kept = sum(min(tokens, window - 1) if kind == "sliding_attention" and window else tokens for kind in kinds)
     return kept * 2 * heads // topology.tp * size * dtype.itemsize
+
+
+def _apart(function: Callable[..., int], *args: Any) -> int:
+    """``function(*args)`` in a child process: torch remembers pretended process groups for as long as it lives."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as child:
+        return child.submit(function, *args).result()
 
 
 def _weight_bytes(config: Any, topology: Topology, dtype: torch.dtype) -> int:

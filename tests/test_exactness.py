@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -129,6 +131,19 @@ def test_bf16_is_as_close_to_fp32_as_plain_bf16():
             for error in run_ranks(topology.world, run, topology, strategy):
                 assert error.mean() <= (1.02 if topology.tp == 1 else 1.1) * plain.mean()  # TP sums in bf16, as plain's
                 assert error.max() <= 1.2 * plain.max()
+
+
+def test_the_strategy_of_the_guide(expected):
+    """The guide's example, as it stands there, is exact on everything."""
+    guide = (Path(__file__).parent.parent / "docs" / "adding-a-strategy.md").read_text()
+    code = guide.split("```python")[1].split("```")[0].split("model =")[0]
+
+    def run():
+        exec(code, {})
+        model, some = cpkit.apply(make(), T(cp=3), strategy="contiguous"), slice(None, None, 3)
+        return max(check(model, case, request) for case, request in zip(CASES[some], expected[some], strict=True))
+
+    assert max(run_ranks(3, run)) <= TOLERANCE
 
 
 def test_a_wrong_layout_is_seen():

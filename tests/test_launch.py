@@ -187,16 +187,19 @@ def wire_of(path, *overrides):
 
 @pytest.mark.parametrize("communicator", ["gather", "all_to_all"])
 def test_a_plan_says_the_bytes_that_are_counted(tiny, communicator):
-    overrides = ["topology={cp: 2, tp: 2, ep: 4}", f"communicator={communicator}", "prompt.tokens=96"]
+    overrides = ["topology={cp: 2, tp: 2, ep: 4}", f"communicator={communicator}"]
+    overrides.append("prompt={source: random, tokens: 480}")
     planned = plan.plan(recipe.load(tiny, overrides))["wire"]
-    totals, counted, _ = run_ranks(4, wire_of, tiny, *overrides)[1]
+    found = run_ranks(4, wire_of, tiny, *overrides)
+    totals, counted, _ = found[1]
     assert totals["kv"]["bytes"] == 3 * planned["kv"]["bytes"]  # three layers, two with experts
     assert totals["share expert sums"]["bytes"] == 2 * planned["share expert sums"]["bytes"]
     names = [name for name, entry in planned.items() if entry["of"] == "expert layers"]
     assert len(names) == (6 if communicator == "all_to_all" else 5)
     for name in names:
-        margin = 0.35 if "dispatch" in name or "combine" in name else 0  # expected values of a random routing
-        assert totals[name]["bytes"] == pytest.approx(2 * planned[name]["bytes"], rel=margin), name
+        margin = 0.1 if "dispatch" in name or "combine" in name else 0  # expected values of a random routing
+        mean = sum(of_rank[name]["bytes"] for of_rank, _, _ in found) / 4
+        assert mean == pytest.approx(2 * planned[name]["bytes"], rel=margin), name
     assert counted > sum(entry["bytes"] for entry in totals.values())  # transformers' own sums come on top
 
 
@@ -216,7 +219,7 @@ def test_peak_memory_is_what_the_block_needed():
         pass
     with peak.measured("cpu") as found:
         torch.ones(size, dtype=torch.uint8)
-    assert size <= found.above < 1.25 * size
+    assert 0.95 * size <= found.above < 1.25 * size
     assert before.above < size / 8
 
 
@@ -294,6 +297,24 @@ def test_bugs_keep_their_traceback(tiny, monkeypatch):
     monkeypatch.setattr("sys.argv", ["cpkit", "prefill", tiny, "topology={cp: 1}"])
     with pytest.raises(KeyError, match="a bug"):
         cli.main()
+
+
+def said_by_main(folder, *words):
+    """What this rank's command line writes to stderr, and its exit code."""
+    sys.argv, sys.stderr = ["cpkit", *words], open(f"{folder}/said-{dist.get_rank()}", "w")  # noqa: SIM115
+    try:
+        cli.main()
+    except SystemExit as stop:
+        return stop.code
+    finally:
+        sys.stderr.close()
+
+
+def test_an_error_of_rank_0_is_said_once_and_all_ranks_exit(tiny, tmp_path):
+    codes = run_ranks(2, said_by_main, str(tmp_path), "prefill", tiny, "--prompt-file", "nowhere.txt")
+    said = [(tmp_path / f"said-{rank}").read_text() for rank in range(2)]
+    assert codes == [1, 1] and said[1] == ""
+    assert said[0].count("'nowhere.txt' could not be read") == 1 and "Traceback" not in said[0]
 
 
 # --- prompts --------------------------------------------------------------------------------------------------------
@@ -392,10 +413,3 @@ def test_generate_json_under_torchrun_with_stdin(tiny):
     data = json.loads(done.stdout)
     assert data["prompt_tokens"] == 30 and len(data["new_tokens"]) == 6
     assert data["wire"]["kv"]["bytes"] == 3 * 15 * 2 * 2 * 16 * 4
-
-
-def test_an_error_under_torchrun_is_said_once(tiny):
-    done = torchrun(2, "prefill", tiny, "--prompt-file", "nowhere.txt")
-    assert done.returncode != 0
-    assert done.stderr.count("'nowhere.txt' could not be read") == 1
-    assert "cpkit/launch" not in done.stderr  # no traceback of ours
