@@ -48,12 +48,12 @@ class Batch:
             len(s) and int(s[-1]) + 1 != self.past for s in self.prefix_slots
         )
 
-    def to_slots(self, rows: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
-        """``[rows, …]`` to the caller's ``[batch, slots, …]``, padding filled with ``fill``."""
+    def to_slots(self, rows: torch.Tensor) -> torch.Tensor:
+        """``[rows, …]`` to the caller's ``[batch, slots, …]``, zeros for padding."""
         batch, slots = self.shape
         if len(rows) == batch * slots:  # rows come in slot order, so nothing is missing and nothing moves
             return rows.view(batch, slots, *rows.shape[1:])
-        full = rows.new_full((batch * slots, *rows.shape[1:]), fill)
+        full = rows.new_zeros(batch * slots, *rows.shape[1:])
         full[self.slots.to(rows.device)] = rows
         return full.view(batch, slots, *rows.shape[1:])
 

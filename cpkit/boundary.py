@@ -113,7 +113,7 @@ class BaseModelBoundary(Model):
         return_dict = kwargs.pop("return_dict", None)
         return_dict = getattr(self.config, "return_dict", True) if return_dict is None else return_dict
         session = self.cp_session
-        if tokens is not None and not session.takes(tokens.shape[1]):
+        if tokens is not None and not session.takes(tokens.shape[1], cache):
             outputs = super().forward(
                 input_ids=input_ids,
                 inputs_embeds=inputs_embeds,
@@ -197,14 +197,15 @@ class CausalLMBoundary(GenerativeModel):
         given.update(given.pop("kwargs", {}))
         keep = given.pop("logits_to_keep", 0)
         every = isinstance(keep, int) and keep == 0
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.cp_session.enabled):
+        exchanges = self.cp_session.enabled or self.cp_session.groups.ep.size > 1  # which have no backward pass
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not exchanges):
             if given.get("labels") is not None and not every:
                 return plain(**given, logits_to_keep=keep)
             return plain(**given, logits_to_keep=0, cp_logits_to_keep=keep)
 
     def create_masks_for_generate(self, config, inputs_embeds, attention_mask, **kwargs):
         """For static caches ``generate`` builds 4-D masks in advance; a context-parallel forward wants the 2-D one."""
-        if self.cp_session.takes(inputs_embeds.shape[1]):
+        if self.cp_session.takes(inputs_embeds.shape[1], kwargs.get("cache")):
             return attention_mask
         plain = getattr(super(), "create_masks_for_generate", create_masks_for_generate)
         return plain(config=config, inputs_embeds=inputs_embeds, attention_mask=attention_mask, **kwargs)

@@ -41,6 +41,7 @@ class Communicator(EPImplementation):
         super().__init__(experts, ep_mesh, tp_mesh)
         self.session: Session = experts.cp_session
         self.group: Group = self.session.groups.ep
+        experts._is_expert_parallel = False  # it never gets a route to an absent expert, so it need mask none
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

@@ -64,9 +64,9 @@ class Session:
         kind = self.groups.device_type
         return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
-    def takes(self, new_tokens: int) -> bool:
-        """Whether a forward with so many new tokens a batch entry is context-parallel: all but decoding steps."""
-        return self.enabled and new_tokens != 1
+    def takes(self, new_tokens: int, cache: Cache | None) -> bool:
+        """Whether a forward is context-parallel: all but decoding steps, one new token on top of a cache."""
+        return self.enabled and (new_tokens > 1 or cache is None or int(cache.get_seq_length()) == 0)
 
     def attention_config(self, plain: Any) -> Any:
         """``plain`` under our attention's name, for the attention modules while a context-parallel forward runs."""

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -34,7 +35,7 @@ class Entrant:
     name: str
     everywhere: bool
     load: Callable[[], nn.Module]
-    model: nn.Module | None = None
+    model: Any = None
     missing: str = ""
 
 
@@ -109,12 +110,12 @@ def _bench_length(
     first: dict[str, dict[str, Any]] = {}
     for entrant in running:
         progress(f"{ids.shape[1]} tokens: memory and bytes of {entrant.name}")
-        first[entrant.name] = _turn(entrant, ranks, lambda e=entrant: _observe(e.model, ids, ranks))
+        first[entrant.name] = _turn(entrant, ranks, partial(_observe, entrant.model, ids, ranks))
     seconds: dict[str, list[float]] = {e.name: [] for e in running}
     for number in range(rounds):
         for entrant in running:
             progress(f"{ids.shape[1]} tokens: round {number + 1} of {rounds}, {entrant.name}")
-            found = _turn(entrant, ranks, lambda e=entrant: {"seconds": _time(e.model, ids, ranks)})
+            found = _turn(entrant, ranks, partial(_time, entrant.model, ids, ranks))
             seconds[entrant.name].append(found["seconds"])
     return {"tokens": ids.shape[1], "entrants": _compared(first, seconds)}
 
@@ -141,11 +142,11 @@ def _observe(model: nn.Module, ids: torch.Tensor, ranks: Ranks) -> dict[str, Any
     return {"bytes": wire.bytes, "by_name": by_name, "peak": peak.above, "logits": logits.float().cpu()}
 
 
-def _time(model: nn.Module, ids: torch.Tensor, ranks: Ranks) -> float:
+def _time(model: nn.Module, ids: torch.Tensor, ranks: Ranks) -> dict[str, Any]:
     started = time.perf_counter()
     _prefill(model, ids)
     ranks.finish()
-    return time.perf_counter() - started
+    return {"seconds": time.perf_counter() - started}
 
 
 def _compared(first: dict[str, dict[str, Any]], seconds: dict[str, list[float]]) -> list[dict[str, Any]]:

@@ -143,11 +143,11 @@ def load_cp(loaded: Loaded, path: str, topology: Topology | None = None) -> nn.M
         )
 
 
-def load_plain(loaded: Loaded, path: str, ranks: Ranks, dtype: str | None = None) -> nn.Module:
+def load_plain(loaded: Loaded, path: str, ranks: Ranks, dtype: str | None = None, **more: Any) -> nn.Module:
     """transformers' own model, whole, on this rank's device."""
     with quiet():
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype or loaded.recipe.dtype, device_map={"": ranks.torch_device()}
+            path, dtype=dtype or loaded.recipe.dtype, device_map={"": ranks.torch_device()}, **more
         )
     return model.eval()
 

@@ -157,7 +157,7 @@ def bench(
 ) -> None:
     """Time prefill against plain transformers and its own tensor and expert parallelism, in one run."""
     with launched("bench", name, overrides or [], timeout) as launch:
-        inputs = [launch.prompt(Wanted(tokens=n)) for n in tokens or [None]]
+        inputs = [launch.prompt(Wanted(tokens=n)) for n in tokens or (None,)]
         data = run_bench(launch.loaded, launch.path, inputs, rounds, launch.ranks, say)
     emit(data, tables.bench(data), as_json)
 

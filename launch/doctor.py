@@ -1,4 +1,4 @@
-"""``doctor``: what this machine and this environment can serve, and why not."""
+"""``doctor``: what a machine and an environment can serve, and why not."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def _read(path: Path, what: str) -> str:
 
 def _encoded(text: str, tokenizer: Any, chat: bool) -> list[int]:
     if not chat:
-        return tokenizer.encode(text)
+        return tokenizer.encode(text) if isinstance(tokenizer, Bytes) else tokenizer(text, verbose=False).input_ids
     if getattr(tokenizer, "chat_template", None) is None:
         raise ConfigurationError("--chat: the model has no chat template; leave --chat out")
     message = [{"role": "user", "content": text}]

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
 
 from .ranks import is_first
@@ -31,14 +31,16 @@ def say(message: str) -> None:
         print(message, file=sys.stderr, flush=True)
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
-    """A table; columns after the first are aligned to the right where they hold numbers."""
-    made = Table(title=title, title_justify="left")
-    for number, name in enumerate(columns):
-        made.add_column(name, justify="left" if number == 0 else "right")
-    for row in rows:
-        made.add_row(*(cell if isinstance(cell, str) else f"{cell:,}" for cell in row))
-    return made
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Group:
+    """A title and a table; columns of figures are aligned to the right."""
+    made = Table()
+    cells = [[cell if isinstance(cell, str) else f"{cell:,}" for cell in row] for row in rows]
+    for name, column in zip(columns, zip(*cells, strict=True), strict=True):
+        figures = all(cell[:1].isdigit() or cell[:1] in "-<" for cell in column)
+        made.add_column(name, justify="right" if figures else "left")
+    for row in cells:
+        made.add_row(*row)
+    return Group(title, made)
 
 
 def amount(nbytes: float) -> str:

@@ -35,7 +35,8 @@ def test_ranks_called_with_different_inputs_all_raise_the_same_error():
     mask[0, 0] = 0
     other = tokens(1, 12).clone()
     other[0, [3, 4]] = other[0, [4, 3]]
-    for different in (dict(input_ids=other), dict(attention_mask=mask), dict(use_cache=False)):
+    shorter = dict(input_ids=tokens(1, 1), attention_mask=torch.ones(1, 1, dtype=torch.int64))
+    for different in (dict(input_ids=other), dict(attention_mask=mask), dict(use_cache=False), shorter):
         start = time.monotonic()
         errors = errors_of(start_ranks(4, run, different, timeout=20))
         assert time.monotonic() - start < 15
