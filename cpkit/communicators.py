@@ -72,7 +72,7 @@ class Communicator(EPImplementation):
         row, choice = ((local >= 0) & (local < self.num_local_experts)).nonzero(as_tuple=True)
         if len(row) == 0:
             return torch.zeros_like(rows)
-        pairs = self.experts_forward(rows[row], local[row, choice, None], weights[row, choice, None])
+        pairs = self.experts_forward(rows.index_select(0, row), local[row, choice, None], weights[row, choice, None])
         return _sum_into(len(rows), row, pairs).to(rows.dtype)
 
     def reduce_in_place(self, rows: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -103,7 +103,7 @@ class AllToAll(Communicator):
         send_counts, receive_counts = torch.stack([sends, receives]).tolist()  # the layer's one wait for the device
 
         def travel(tensor: torch.Tensor, name: str) -> Pending:
-            return exchange(tensor[row], send_counts, receive_counts, self.group, name)
+            return exchange(tensor.index_select(0, row), send_counts, receive_counts, self.group, name)
 
         there = [travel(rows, "dispatch rows"), travel(experts.int(), "dispatch experts")]
         there.append(travel(weights, "dispatch weights"))

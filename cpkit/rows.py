@@ -76,7 +76,7 @@ class AllRows:
         if len(local) != self.local_rows:
             raise ValueError(f"{name}: this rank holds {self.local_rows} rows and was given {len(local)}")
         pending = gather_padded(_wire(local), self.layout.padded_rows, self.layout.rows, self.group, name)
-        return pending.then(lambda padded: padded[self.position].view(local.dtype))
+        return pending.then(lambda padded: padded.index_select(0, self.position).view(local.dtype))
 
     def return_sum(self, partial: torch.Tensor, name: str = "rows") -> Pending:
         """``[rows, …]`` of partial values on each rank to ``[local, …]``, each row summed over the ranks."""
@@ -95,7 +95,8 @@ class ListedRows:
     ):
         self.group, self.local_rows = group, layout.local_rows[group.rank]
         senders = layout.owner[wanted[group.rank]]
-        self.position = torch.argsort(senders, stable=True).to(device)  # arrival -> place in my list
+        position = torch.argsort(senders, stable=True)  # arrival -> place in my list
+        self.position, self.arrival = position.to(device), position.argsort().to(device)
         self.receives = torch.bincount(senders, minlength=group.size).tolist()
         sent = [layout.index[rows[layout.owner[rows] == group.rank]] for rows in wanted]
         self.sends = [len(rows) for rows in sent]
@@ -104,12 +105,9 @@ class ListedRows:
     def fetch(self, local: torch.Tensor, name: str = "rows") -> Pending:
         """``[local, …]`` of any dtype on each rank to ``[listed, …]`` in the order of this rank's list."""
 
-        def in_order(arrived: torch.Tensor) -> torch.Tensor:
-            result = torch.empty_like(arrived)
-            result[self.position] = arrived
-            return result
-
-        return exchange(local[self.sent], self.sends, self.receives, self.group, name, "fetch listed").then(in_order)
+        return exchange(
+            local.index_select(0, self.sent), self.sends, self.receives, self.group, name, "fetch listed"
+        ).then(lambda arrived: arrived.index_select(0, self.arrival))
 
     def return_sum(self, partial: torch.Tensor, name: str = "rows") -> Pending:
         """``[listed, …]`` of partial values on each rank to ``[local, …]``: each row the sum of what was returned."""
@@ -142,8 +140,10 @@ def gather_padded(rows: torch.Tensor, most: int, total: int, group: Group, name:
     """All ranks' rows, each rank's padded at the tail to ``most``: ``[ranks * most, …]``, ``total`` real ones."""
     if group.size == 1:
         return Pending(None, lambda: rows)
-    padded = rows.new_empty(most, *rows.shape[1:])
-    padded[: len(rows)] = rows
+    padded = rows
+    if len(rows) < most:
+        padded = rows.new_empty(most, *rows.shape[1:])
+        padded[: len(rows)] = rows
     gathered = rows.new_empty(group.size * most, *rows.shape[1:])
 
     def start() -> dist.Work:
