@@ -50,6 +50,7 @@ class Generation(Strict):
     top_p: float | None = Field(None, gt=0, le=1)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0)
+    no_repeat_ngram_size: int | None = Field(None, ge=1)
     num_beams: int | None = Field(None, ge=1)
     seed: int = 0
 
