@@ -4,7 +4,6 @@ __all__ = [
     "CheckpointError",
     "ConfigurationError",
     "CpkitError",
-    "MissingPackage",
     "RankFailure",
     "RankMismatch",
     "UnsupportedInput",
@@ -30,10 +29,6 @@ class CheckpointError(CpkitError, RuntimeError):
 
 class UnsupportedInput(CpkitError, ValueError):
     """A forward argument that context parallelism cannot honour exactly."""
-
-
-class MissingPackage(CpkitError, ImportError):
-    """An optional package that was asked for is not installed."""
 
 
 class RankMismatch(CpkitError, RuntimeError):

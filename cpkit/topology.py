@@ -86,6 +86,12 @@ class Topology:
                 raise ConfigurationError(
                     f"tp={self.tp} does not divide {name}={heads}; tp can be one of {_divisors(heads)}"
                 )
+        block = _scale_block(config)
+        if block and (rows := self._key_rows(config)) % block:
+            raise ConfigurationError(
+                f"tp={self.tp} leaves a rank {rows} rows of k_proj, and the checkpoint has one FP8 scale for each "
+                f"{block}; use a smaller tp, or a 16-bit checkpoint"
+            )
         if self.ep > 1:
             experts = num_experts(config)
             if not experts:
@@ -94,6 +100,11 @@ class Topology:
                 raise ConfigurationError(
                     f"ep={self.ep} does not divide the model's {experts} experts; ep can be one of {_divisors(experts)}"
                 )
+
+    def _key_rows(self, config) -> int:
+        """Rows of k_proj on a rank."""
+        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return config.num_key_value_heads * head // self.tp
 
     def connect(self, device_type: str | None = None, timeout: timedelta | None = None) -> Groups:
         """Build the process groups (once per process group and topology), starting ``torch.distributed`` if needed.
@@ -123,6 +134,13 @@ class Topology:
 
 
 _BUILT: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # default process group -> {(topology, device): groups}
+
+
+def _scale_block(config) -> int:
+    """Rows that share an FP8 scale, 0 where the checkpoint has none a block."""
+    quantization = getattr(config, "quantization_config", None) or {}
+    given = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    return (given.get("weight_block_size") or [0])[0] if given.get("quant_method") == "fp8" else 0
 
 
 def num_experts(config) -> int:

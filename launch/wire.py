@@ -74,6 +74,12 @@ def _exchanged(args: tuple, result: Any, group: dist.ProcessGroup) -> int:
     return round(output.nbytes * (1 - own))
 
 
+def _exchanged_functional(args: tuple, result: Any, group: dist.ProcessGroup) -> int:
+    sizes = args[1]
+    own = sizes[group.rank()] / max(len(result), 1) if sizes else 1 / group.size()
+    return round(_bytes(result) * (1 - own))
+
+
 _RECEIVED = {
     "allreduce_": _reduced,
     "all_reduce": _reduced,
@@ -83,4 +89,5 @@ _RECEIVED = {
     "_reduce_scatter_base_": _of_input,
     "reduce_scatter_tensor": lambda args, result, group: _bytes(result) * (group.size() - 1),
     "alltoall_base_": _exchanged,
+    "all_to_all_single": _exchanged_functional,
 }

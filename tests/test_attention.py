@@ -152,7 +152,9 @@ def test_backends_are_chosen_by_capability_with_reasons():
         choose_backend("flash2", "cpu", torch.float32, 64)
     with pytest.raises(ConfigurationError, match="'flahs' is not known"):
         choose_backend("flahs", "cpu", torch.float32, 64)
-    assert flash._missing("flash_attn", range(8, 13), "flash-attn", "cuda", torch.float32, 64).startswith("takes bf")
+    flash2 = next(b for b in flash.BACKENDS if b.name == "flash2")
+    assert flash2.missing("cuda", torch.float32, 64).startswith("takes bfloat16")
+    assert flash2.missing("cuda", torch.bfloat16, 64) == "No module named 'flash_attn'; pip install flash-attn"
 
 
 def test_values_narrower_than_keys():

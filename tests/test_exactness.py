@@ -19,7 +19,6 @@ TOPOLOGIES = [
     *(T(cp=n) for n in (1, 2, 3, 4, 8)),
     T(cp=2, ep=2),
     T(cp=4, ep=4),
-    T(cp=3, ep=1),
     T(tp=2),
     T(tp=2, ep=2),
     T(cp=2, tp=2),
@@ -51,7 +50,8 @@ def expected():
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
 def test_every_form_equals_each_request_alone(topology, expected):
-    some = slice(None, None, 1 if topology.world <= 3 else 2 if topology.world == 4 else 4)
+    step = {1: 1, 2: 1, 3: 2, 4: 3}.get(topology.world, 5)  # larger worlds take every nth form, each from another start
+    some = slice(TOPOLOGIES.index(topology) % step, None, step)
     results = run_ranks(topology.world, _matrix, topology, CASES[some], expected[some], {})
     for rank, found in enumerate(results):
         wrong = {name: value for name, value in found.items() if not value <= TOLERANCE}
@@ -61,7 +61,7 @@ def test_every_form_equals_each_request_alone(topology, expected):
 @pytest.mark.parametrize("communicator", ["all_to_all", "gather"])
 @pytest.mark.parametrize("topology", [T(cp=4, ep=4), T(cp=2, tp=2, ep=4), T(dp=2, cp=2, ep=4)], ids=str)
 def test_communicators_are_exact(topology, communicator, expected):
-    some = slice(None, None, 3)
+    some = slice(1, None, 5)
     options = {"communicator": communicator}
     for found in run_ranks(topology.world, _matrix, topology, CASES[some], expected[some], options):
         assert max(found.values()) <= TOLERANCE, found

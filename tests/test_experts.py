@@ -8,6 +8,7 @@ import torch
 import cpkit
 from cpkit import ConfigurationError, Topology
 from cpkit.communicators import choose_communicator, expected_copies
+from cpkit.launch.wire import WireCount
 
 from .cases import TOLERANCE
 from .ranks import run_ranks
@@ -57,6 +58,27 @@ def test_all_to_all_sends_one_copy_a_destination(topology):
         assert totals["combine rows"]["rows"] == returned
         assert totals["combine rows"]["bytes"] == returned * 64 * 4
         assert totals["dispatch rows"]["calls"] == MOE_LAYERS
+
+
+def test_transformers_own_all_to_all_moves_more():
+    """Its own sends a copy of a row for each of its experts there; counted on the wire, and just as exact."""
+    ids = tokens(1, 61)
+    _, expected = routes(make(), ids)
+
+    def run(theirs):
+        from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
+
+        if theirs:
+            EPImplementationInterface.register("cpkit_all_to_all", AllToAllEP)
+        model = cpkit.apply(make(), Topology(cp=2, ep=2), strategy="zigzag", communicator="all_to_all")
+        with WireCount() as wire:
+            logits = model(ids).logits
+        return float((logits - expected).abs().max()), wire.bytes
+
+    ours, theirs = run_ranks(2, run, False), run_ranks(2, run, True)
+    assert max(error for error, _ in (*ours, *theirs)) <= TOLERANCE
+    for (_, mine), (_, other) in zip(ours, theirs, strict=True):
+        assert mine < other
 
 
 def test_gather_moves_what_its_formula_says():

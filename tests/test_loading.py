@@ -142,3 +142,49 @@ def test_a_missing_tensor_is_an_error(tmp_path):
     safetensors.torch.save_file(state, file, metadata={"format": "pt"})
     with pytest.raises(cpkit.CpkitError, match=r"lacks .*layers\.0\.self_attn\.q_proj\.weight"):
         cpkit.from_pretrained(tmp_path)
+
+
+def quantised(folder, **overrides):
+    """A published-style FP8 checkpoint (one scale a block of 128 x 128), and the model of its dequantised weights."""
+    sizes = dict(hidden_size=128, intermediate_size=256, moe_intermediate_size=128, head_dim=64, num_attention_heads=4)
+    model = make(**sizes | overrides)
+    model.save_pretrained(folder)
+    file = folder / "model.safetensors"
+    state, exact = safetensors.torch.load_file(file), {}
+    for name, weight in list(state.items()):
+        if weight.ndim == 2 and "_proj" in name:
+            blocks = weight.view(weight.shape[0] // 128, 128, weight.shape[1] // 128, 128)
+            scale = blocks.abs().amax((1, 3)) / 448
+            small = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+            state[name] = small.view(weight.shape)
+            state[name + "_scale_inv"] = scale
+            exact[name] = (small.float() * scale[:, None, :, None]).view(weight.shape)
+        else:
+            exact[name] = weight
+    safetensors.torch.save_file(exact, file, metadata={"format": "pt"})
+    reference = type(model).from_pretrained(folder).eval()
+    safetensors.torch.save_file(state, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = dict(quant_method="fp8", weight_block_size=[128, 128], activation_scheme="dynamic")
+    (folder / "config.json").write_text(json.dumps(config))
+    return reference
+
+
+@pytest.mark.parametrize("topology", [Topology(cp=2), Topology(cp=2, ep=2), Topology(tp=2, ep=2)], ids=str)
+def test_fp8_checkpoints_are_unpacked_exactly(tmp_path, topology):
+    """transformers has no FP8 product on the CPU, so the weights are unpacked while they load, each rank its own."""
+    from transformers import FineGrainedFP8Config
+
+    reference, ids = quantised(tmp_path, head_dim=64 * topology.tp), tokens(1, 37)
+    with torch.no_grad():
+        expected = reference(ids).logits
+
+    def run():
+        unpacked = FineGrainedFP8Config(dequantize=True)
+        model = cpkit.from_pretrained(
+            tmp_path, topology=topology, dtype="float32", quantization_config=unpacked, communicator="auto"
+        )
+        return model(ids).logits
+
+    for found in run_ranks(topology.world, run):
+        assert (found - expected).abs().max() <= TOLERANCE

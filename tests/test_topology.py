@@ -55,7 +55,9 @@ def test_sizes_are_whole_numbers(bad):
 
 
 def test_what_must_divide():
-    config = SimpleNamespace(model_type="x", num_attention_heads=12, num_key_value_heads=4, num_experts=8)
+    config = SimpleNamespace(
+        model_type="x", num_attention_heads=12, num_key_value_heads=4, num_experts=8, head_dim=64, hidden_size=768
+    )
     Topology(tp=4, cp=2, ep=8).check_model(config)
     with pytest.raises(ConfigurationError, match=r"tp=8 does not divide num_attention_heads=12; tp can be one of \[1"):
         Topology(tp=8).check_model(config)
@@ -63,6 +65,11 @@ def test_what_must_divide():
         Topology(tp=12).check_model(config)
     with pytest.raises(ConfigurationError, match="ep=3 does not divide the model's 8 experts"):
         Topology(cp=3, ep=3).check_model(config)
+    config.quantization_config = dict(quant_method="fp8", weight_block_size=[128, 128])
+    Topology(tp=2).check_model(config)
+    with pytest.raises(ConfigurationError, match="tp=4 leaves a rank 64 rows of k_proj.*FP8 scale for each 128"):
+        Topology(tp=4).check_model(config)
+    config.quantization_config = None
     config.num_experts = None
     with pytest.raises(ConfigurationError, match="x has no experts; use ep=1"):
         Topology(cp=2, ep=2).check_model(config)

@@ -22,7 +22,8 @@ CONFIGS = {
 
 @lru_cache
 def _made(model_type: str, seed: int, attn: str, overrides: tuple) -> PreTrainedModel:
-    config = AutoConfig.for_model(model_type, **CONFIGS[model_type] | {k: list(v) if isinstance(v, tuple) else v for k, v in overrides})
+    wanted = {name: list(value) if isinstance(value, tuple) else value for name, value in overrides}
+    config = AutoConfig.for_model(model_type, **CONFIGS[model_type] | wanted)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attn).float().eval()
     noise = torch.Generator().manual_seed(seed + 1)

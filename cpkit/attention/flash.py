@@ -135,31 +135,35 @@ def _package_kernel(module: str) -> Callable:
     return launch
 
 
-def _missing(module: str, sizes: range, package: str, device_type: str, dtype: torch.dtype, head_dim: int) -> str:
+def _missing(
+    module: str, capabilities: range, install: str, device_type: str, dtype: torch.dtype, head_dim: int
+) -> str:
     if device_type != "cuda":
         return f"runs on CUDA, not {device_type}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"takes bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
     if head_dim > 256:
         return f"takes head sizes up to 256, not {head_dim}"
-    major = torch.cuda.get_device_capability()[0]
-    if major not in sizes:
-        return f"not built for compute capability {major}.x"
     try:
-        _package_kernel(module) if package else importlib.import_module(module)
+        importlib.import_module(module) if module.startswith("torch.") else _package_kernel(module)
     except ImportError as error:
-        return f"{error}" + (f" (pip install {package})" if package else "")
-    return ""
+        return f"{error}; {install}"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    major = torch.cuda.get_device_capability()[0]
+    return "" if major in capabilities else f"not built for compute capability {major}.x"
 
 
-def _backend(name: str, module: str, sizes: range, package: str) -> Backend:
-    kernel = partial(_package_kernel, module) if package else _torch_kernel
-    return Backend(name, partial(run, kernel=kernel, paged=not package), partial(_missing, module, sizes, package))
+def _backend(name: str, module: str, capabilities: range, install: str) -> Backend:
+    of_torch = module.startswith("torch.")
+    kernel = _torch_kernel if of_torch else partial(_package_kernel, module)
+    missing = partial(_missing, module, capabilities, install)
+    return Backend(name, partial(run, kernel=kernel, paged=of_torch), missing)
 
 
 BACKENDS: tuple[Backend, ...] = (
-    _backend("flash3", "flash_attn_interface", range(9, 10), "flash-attn-3"),
-    _backend("flash4", "flash_attn.cute", range(9, 13), "--pre flash-attn-4"),
-    _backend("flash2", "flash_attn", range(8, 13), "flash-attn"),
-    _backend("varlen", "torch.nn.attention.varlen", range(8, 13), ""),
+    _backend("flash3", "flash_attn_interface", range(9, 10), "build it from the hopper folder of FlashAttention"),
+    _backend("flash4", "flash_attn.cute", range(9, 13), "pip install --pre flash-attn-4"),
+    _backend("flash2", "flash_attn", range(8, 13), "pip install flash-attn"),
+    _backend("varlen", "torch.nn.attention.varlen", range(8, 13), "pip install 'torch>=2.13'"),
 )
