@@ -21,7 +21,7 @@ with torch.no_grad():
     expected = make()(tokens(1, 33)).logits
 difference = float((model(tokens(1, 33)).logits - expected).abs().max())
 assert difference < 2e-5, difference
-print("rank", torch.distributed.get_rank(), "exact")
+print(f"rank {{torch.distributed.get_rank()}} exact", flush=True)
 """
 ENTRY = {
     "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
@@ -44,4 +44,4 @@ def test_a_script(entry, given, tmp_path):
         timeout=120,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    assert "rank 0 exact" in ran.stdout and "rank 1 exact" in ran.stdout, ran.stdout
+    assert "rank 0 exact" in ran.stdout and "rank 1 exact" in ran.stdout, ran.stdout + ran.stderr[-3000:]
