@@ -70,13 +70,15 @@ def read_batch(
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
     cu_seq_lens: torch.Tensor | None = None,
+    cached: bool = True,
 ) -> Batch:
     """Find the requests in ``shape = (batch, slots)`` new tokens after ``past`` cached slots.
 
     ``attention_mask`` ``[batch, past + slots]`` (1 = real) marks padding on either side, also inside the cache.
     Without it, ``cu_seq_lens`` ``[requests + 1]`` (cumulative, over the flattened batch of one) or ``position_ids``
-    ``[batch, slots]`` that do not go up by one mark the edges of packed requests, as in transformers. Positions are
-    the caller's, or else ``past, past + 1, …`` as in transformers. Raises ``UnsupportedInput``.
+    ``[batch, slots]`` that start again mark the edges of packed requests; without a cache (``cached`` False) any jump
+    does, as in transformers. Positions are the caller's, or else ``past, past + 1, …`` as in transformers. Raises
+    ``UnsupportedInput``.
     """
     batch, slots = shape
     _check(shape, past, attention_mask, position_ids)
@@ -85,7 +87,7 @@ def read_batch(
     if position_ids is not None:
         given = position_ids.cpu().expand(batch, slots)
         if attention_mask is None and cu_seq_lens is None:
-            edges = [_jumps(entry) for entry in given]
+            edges = [_jumps(entry, cached) for entry in given]
         positions = given
     if cu_seq_lens is not None and attention_mask is None:
         edges = [cu_seq_lens.tolist()]
@@ -103,14 +105,14 @@ def read_batch(
         real = attention_mask.cpu().bool()
     entries, lengths, prefixes, new_slots, prefix_slots = [], [], [], [], []
     for entry in range(batch):
-        cached = real[entry, :past].nonzero().flatten()
+        before = real[entry, :past].nonzero().flatten()
         for first, last in zip(edges[entry], edges[entry][1:], strict=False):
             new = real[entry, past + first : past + last].nonzero().flatten() + first
             entries.append(entry)
             lengths.append(len(new))
-            prefixes.append(len(cached))
+            prefixes.append(len(before))
             new_slots.append(entry * slots + new)
-            prefix_slots.append(cached)
+            prefix_slots.append(before)
     flat = torch.cat(new_slots)
     if len(flat) == 0:
         raise UnsupportedInput(f"no real token among {batch} x {slots} new ones: a forward needs at least one")
@@ -148,7 +150,8 @@ def _check(shape: Sequence[int], past: int, mask: torch.Tensor | None, position_
         )
 
 
-def _jumps(positions: torch.Tensor) -> list[int]:
-    """Edges of the runs in ``[slots]`` positions that go up by one."""
-    jumps = (positions.diff() != 1).nonzero().flatten() + 1
+def _jumps(positions: torch.Tensor, gaps_allowed: bool) -> list[int]:
+    """Edges of the runs in ``[slots]`` positions that go up, by one unless ``gaps_allowed``."""
+    steps = positions.diff()
+    jumps = (steps <= 0 if gaps_allowed else steps != 1).nonzero().flatten() + 1
     return [0, *jumps.tolist(), len(positions)]

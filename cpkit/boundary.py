@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_utils import slice_logits_to_keep
 
@@ -23,7 +23,7 @@ from .session import ATTENTION_NAME, Session
 
 __all__ = ["AttentionBoundary", "BaseModelBoundary", "CausalLMBoundary", "packed_attention"]
 
-_IGNORED = {"position_ids", "use_cache", "is_causal", "dropout", "return_dict", "max_length_q", "max_length_k"}
+_IGNORED = {"position_ids", "use_cache", "dropout"}  # that layers pass on, and that change nothing here
 
 
 def packed_attention(
@@ -41,9 +41,8 @@ def packed_attention(
     ``value [1, kv_heads, keys, dim]``, to ``[1, held, heads, value_dim]``. The mask is a placeholder: who sees what
     comes from the context. Unknown arguments (sinks, biases, soft caps) are refused, never dropped.
     """
-    unknown = {
-        name for name, given in kwargs.items() if given is not None and name not in _IGNORED and "output_" not in name
-    }
+    expected = _IGNORED | cp_context.callers  # what the caller passed has been looked at, at the entry
+    unknown = {name for name, given in kwargs.items() if given is not None and name not in expected}
     if unknown:
         raise UnsupportedInput(
             f"{type(module).__name__} passes {sorted(unknown)} to its attention, and context parallelism does not know "
@@ -69,10 +68,8 @@ if TYPE_CHECKING:  # what they are mixed in front of
     class Model(PreTrainedModel):
         pass
 
-    class GenerativeModel(PreTrainedModel, GenerationMixin):
-        pass
 else:
-    Attention = Model = GenerativeModel = object
+    Attention = Model = object
 
 
 class AttentionBoundary(Attention):
@@ -91,10 +88,31 @@ class AttentionBoundary(Attention):
             self.config = plain
 
 
-class BaseModelBoundary(Model):
-    """The model without its head: takes whole inputs, runs this rank's rows, gives whole outputs back."""
+class WholeWeights(Model):
+    """A patched model as a thing to keep: saved with whole weights, never copied."""
 
     cp_session: Session
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """As transformers' own; sharded weights are gathered first, so then every rank must call it."""
+        if not any(isinstance(p, DTensor) for p in self.parameters()):
+            return super().save_pretrained(save_directory, *args, **kwargs)
+        whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in self.state_dict().items()}
+        kwargs = {"state_dict": whole, "is_main_process": self.cp_session.groups.rank == 0, **kwargs}
+        saved = super().save_pretrained(save_directory, *args, **kwargs)
+        with watched("saving"):
+            dist.barrier()  # nobody goes on to a half-written folder
+        return saved
+
+    def __reduce_ex__(self, protocol):
+        raise CpkitError(
+            "a patched model cannot be copied or pickled: its process groups and hooks belong to this process; "
+            "call cpkit.remove(model) first, or save it with save_pretrained"
+        )
+
+
+class BaseModelBoundary(WholeWeights):
+    """The model without its head: takes whole inputs, runs this rank's rows, gives whole outputs back."""
 
     def forward(
         self,
@@ -108,52 +126,52 @@ class BaseModelBoundary(Model):
         **kwargs,
     ):
         cache = kwargs.pop("past_key_values", cache)
-        arguments = dict(attention_mask=attention_mask, position_ids=position_ids, cache=cache)
-        tokens = input_ids if inputs_embeds is None else inputs_embeds
         return_dict = kwargs.pop("return_dict", None)
         return_dict = getattr(self.config, "return_dict", True) if return_dict is None else return_dict
-        session = self.cp_session
-        if tokens is not None and not session.takes(tokens.shape[1], cache):
-            outputs = super().forward(
-                input_ids=input_ids,
-                inputs_embeds=inputs_embeds,
-                use_cache=use_cache,
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        problem = _refusal(self, input_ids, inputs_embeds, kwargs)
+        given = {"tokens": tokens, "attention_mask": attention_mask, "position_ids": position_ids}
+        with guarded():
+            if problem is None and not self.cp_session.takes(tokens.shape[1], cache):
+                if self.cp_session.enabled:
+                    self.cp_session.enter_decode(tokens, attention_mask, cache)
+                arguments = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, **given, **kwargs}
+                del arguments["tokens"]
+                outputs = super().forward(cache=cache, use_cache=use_cache, return_dict=True, **arguments)
+                outputs.last_hidden_state = slice_logits_to_keep(outputs.last_hidden_state, cp_logits_to_keep)
+            else:
+                use_cache = self.config.use_cache if use_cache is None else use_cache
+                given["cu_seq_lens"] = kwargs.pop("cu_seq_lens_q", None)
+                kwargs.pop("cu_seq_lens_k", None)
+                rest = (cp_logits_to_keep, sorted((k, v) for k, v in kwargs.items() if isinstance(v, bool | int)))
+                context, store = self.cp_session.enter(given, cache, use_cache, problem, rest)
+                context.callers = frozenset(kwargs)
+                outputs = self._prefill(context, tokens, input_ids is None, kwargs)
+                outputs = self._whole(outputs, context, store, cp_logits_to_keep)
+        return outputs if return_dict else outputs.to_tuple()
+
+    @torch.no_grad()
+    def _prefill(self, context, tokens, embedded, kwargs):
+        """The family's own forward on this rank's rows."""
+        flat = tokens.flatten(0, 1)[context.batch.slots[context.held].to(tokens.device)].unsqueeze(0)
+        self.cp_session.context = context
+        try:
+            return super().forward(
+                input_ids=None if embedded else flat,
+                inputs_embeds=flat if embedded else None,
+                attention_mask=torch.zeros(1, 1, 1, 1, device=context.device),  # 4-D: transformers takes it as it is
+                position_ids=context.batch.positions[context.held].to(context.device).unsqueeze(0),
+                cache=context.cache,
+                use_cache=True,
                 return_dict=True,
-                **arguments,
+                cp_context=context,
                 **kwargs,
             )
-            outputs.last_hidden_state = slice_logits_to_keep(outputs.last_hidden_state, cp_logits_to_keep)
-            return outputs if return_dict else outputs.to_tuple()
-        use_cache = self.config.use_cache if use_cache is None else use_cache
-        inputs = {
-            "tokens": tokens,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "cu_seq_lens": kwargs.pop("cu_seq_lens_q", None),
-        }
-        problem = _refusal(self, input_ids, inputs_embeds, inputs["cu_seq_lens"], kwargs)
-        device = session.device
-        context, store = session.enter(inputs, cache, use_cache, problem)
-        session.context = context
-        try:
-            with guarded(), torch.no_grad():
-                flat = tokens.flatten(0, 1)[context.batch.slots[context.held].to(tokens.device)].unsqueeze(0)
-                outputs = super().forward(
-                    input_ids=flat if inputs_embeds is None else None,
-                    inputs_embeds=None if inputs_embeds is None else flat,
-                    attention_mask=torch.zeros(1, 1, 1, 1, device=device),  # 4-D: transformers takes it as it is
-                    position_ids=context.batch.positions[context.held].to(device).unsqueeze(0),
-                    cache=context.cache,
-                    use_cache=True,
-                    return_dict=True,
-                    cp_context=context,
-                    **kwargs,
-                )
-                return self._whole(outputs, context, store, cp_logits_to_keep, return_dict)
         finally:
-            session.context = None
+            self.cp_session.context = None
 
-    def _whole(self, outputs, context, store, keep, return_dict):
+    @torch.no_grad()
+    def _whole(self, outputs, context, store, keep):
         """The outputs in the caller's shapes, the caller's cache among them."""
         collect = self.cp_session.collect
         hidden = outputs.get("hidden_states")
@@ -165,13 +183,22 @@ class BaseModelBoundary(Model):
             )
         outputs.last_hidden_state = collect(context, outputs.last_hidden_state, keep)
         outputs.cache = store
-        return outputs if return_dict else outputs.to_tuple()
+        return outputs
 
 
-def _refusal(model, input_ids, inputs_embeds, cu_seq_lens, kwargs) -> CpkitError | None:
+_HONOURED_ELSEWHERE = {"is_causal", "softcap", "position_bias", "s_aux", "sliding_window", "scaling"}
+
+
+def _refusal(model, input_ids, inputs_embeds, kwargs) -> CpkitError | None:
     """What cannot be kept under context parallelism, by name."""
+    if not model.cp_session.enabled:
+        return None
     if (input_ids is None) == (inputs_embeds is None):
         return UnsupportedInput("pass exactly one of input_ids and inputs_embeds")
+    for name, given, dims in (("input_ids", input_ids, 2), ("inputs_embeds", inputs_embeds, 3)):
+        if given is not None and getattr(given, "ndim", None) != dims:
+            shape = tuple(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
+            return UnsupportedInput(f"{name} must be a tensor of {dims} dimensions, batch first, and is {shape}")
     if model.training:
         return UnsupportedInput("context-parallel prefill has no backward pass; call model.eval() first")
     if kwargs.get("output_attentions", getattr(model.config, "output_attentions", False)):
@@ -179,29 +206,34 @@ def _refusal(model, input_ids, inputs_embeds, cu_seq_lens, kwargs) -> CpkitError
             "output_attentions=True needs the [tokens, tokens] weights that context parallelism never builds; use "
             "`with cpkit.disabled(model):` for it"
         )
-    keys = kwargs.pop("cu_seq_lens_k", None)
-    if keys is not None and (cu_seq_lens is None or not torch.equal(keys, cu_seq_lens)):
+    if changed := sorted(k for k in kwargs.keys() & _HONOURED_ELSEWHERE if kwargs[k] is not None):
+        return UnsupportedInput(f"{changed} would change the attention, which context parallelism does not know")
+    queries, keys = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    if keys is not None and (queries is None or not torch.equal(keys, queries)):
         return UnsupportedInput("cu_seq_lens_k must equal cu_seq_lens_q: packed requests have no cached prefix")
     return None
 
 
-class CausalLMBoundary(GenerativeModel):
+class HeadBoundary(WholeWeights):
+    """Any head on top: no half-connected graph, which a backward pass would take for a whole one."""
+
+    def forward(self, *args, **kwargs):
+        exchanges = self.cp_session.enabled or self.cp_session.groups.ep.size > 1  # which have no backward pass
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not exchanges):
+            return super().forward(*args, **kwargs)
+
+
+class CausalLMBoundary(HeadBoundary):
     """The model with its head: hands ``logits_to_keep`` to the exit, so that only those rows leave the ranks, and
     lets all ranks sample alike."""
 
-    cp_session: Session
-
     def forward(self, *args, **kwargs):
-        plain = super().forward
-        given = inspect.signature(plain).bind(*args, **kwargs).arguments
+        given = inspect.signature(self.forward).bind(*args, **kwargs).arguments
         given.update(given.pop("kwargs", {}))
         keep = given.pop("logits_to_keep", 0)
-        every = isinstance(keep, int) and keep == 0
-        exchanges = self.cp_session.enabled or self.cp_session.groups.ep.size > 1  # which have no backward pass
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not exchanges):
-            if given.get("labels") is not None and not every:
-                return plain(**given, logits_to_keep=keep)
-            return plain(**given, logits_to_keep=0, cp_logits_to_keep=keep)
+        if given.get("labels") is not None and not (isinstance(keep, int) and keep == 0):
+            return super().forward(**given, logits_to_keep=keep)
+        return super().forward(**given, logits_to_keep=0, cp_logits_to_keep=keep)
 
     def create_masks_for_generate(self, config, inputs_embeds, attention_mask, **kwargs):
         """For static caches ``generate`` builds 4-D masks in advance; a context-parallel forward wants the 2-D one."""
@@ -210,23 +242,9 @@ class CausalLMBoundary(GenerativeModel):
         plain = getattr(super(), "create_masks_for_generate", create_masks_for_generate)
         return plain(config=config, inputs_embeds=inputs_embeds, attention_mask=attention_mask, **kwargs)
 
-    def save_pretrained(self, save_directory, *args, **kwargs):
-        """As transformers' own, with whole weights: sharded ones are gathered, so every rank must call it."""
-        if any(isinstance(p, DTensor) for p in self.parameters()):
-            whole = {name: _whole(tensor) for name, tensor in self.state_dict().items()}
-            kwargs = {"state_dict": whole, "is_main_process": self.cp_session.groups.rank == 0, **kwargs}
-        saved = super().save_pretrained(save_directory, *args, **kwargs)
-        if dist.is_initialized():
-            dist.barrier()  # nobody goes on to a half-written folder
-        return saved
-
     def generate(self, *args, **kwargs):
         share_random_state(self.cp_session)
-        return super().generate(*args, **kwargs)
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return super().generate(*args, **kwargs)  # type: ignore[misc]
 
 
 def share_random_state(session: Session) -> None:

@@ -48,7 +48,7 @@ class Communicator(EPImplementation):
     ) -> torch.Tensor:
         """``[rows, hidden]``, ``[rows, k]`` global expert ids and ``[rows, k]`` weights to ``[rows, hidden]`` sums."""
         context, groups = self.session.context, self.session.groups
-        if context is None and set(self.group.ranks) <= set(groups.replica.ranks):
+        if context is None and groups.topology.experts_inside_replica:
             return self.reduce_in_place(hidden_states, top_k_index, top_k_weights)
         share = groups.replica if context is None else groups.tp
         real = len(hidden_states) if context is None else context.local_rows  # without a stand-in row
@@ -136,7 +136,9 @@ class Gather(Communicator):
 
 def _sum_into(rows: int, row: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
     """Sum ``parts`` ``[n, hidden]`` into ``row`` ``[n]`` of ``[rows, hidden]`` in fp32: rounded once, as one sum is."""
-    return torch.zeros(rows, parts.shape[-1], device=parts.device).index_add_(0, row, parts.float())
+    return torch.zeros(rows, parts.shape[-1], dtype=torch.float32, device=parts.device).index_add_(
+        0, row, parts.float()
+    )
 
 
 COMMUNICATORS = {"all_to_all": AllToAll, "gather": Gather}

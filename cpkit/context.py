@@ -35,6 +35,7 @@ class ForwardContext:
     backend: Backend
     device: torch.device
     cache: PrefillCache = field(init=False)
+    callers: frozenset[str] = frozenset()  # names of the caller's further arguments, which run through the layers
 
     @property
     def local_rows(self) -> int:

@@ -24,12 +24,15 @@ GRACE_SECONDS = 5.0  # how long survivors wait for each other's word before they
 
 
 def checksum(*parts: object) -> int:
-    """A CRC-32 of tensors (floats summed over their last dimension first) and of the text of everything else."""
+    """A CRC-32 of tensors (of floats, a sum over their last dimension that each place weighs in differently) and of the
+    text of everything else."""
     crc = 0
     for part in parts:
         if isinstance(part, torch.Tensor):
             crc = zlib.crc32(str((tuple(part.shape), part.dtype)).encode(), crc)
-            part = part.detach().sum(-1, dtype=torch.float64) if part.is_floating_point() else part.detach()
+            part = part.detach()
+            if part.is_floating_point():
+                part = part.float() @ torch.arange(1.0, part.shape[-1] + 1, dtype=torch.float32, device=part.device)
             crc = zlib.crc32(part.cpu().contiguous().numpy().tobytes(), crc)
         else:
             crc = zlib.crc32(str(part).encode(), crc)
@@ -70,12 +73,13 @@ def agree(group: Group, problem: CpkitError | None, digest: int, device: torch.d
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Around a forward: leave word for the other ranks when this one raises."""
+    """Around a forward: leave word for the other ranks when this one raises, or is interrupted."""
+    _forget()
     try:
         yield
     except RankFailure:
         raise
-    except Exception as error:
+    except BaseException as error:
         _leave_word(f"raised {type(error).__name__}: {error}")
         raise
 
@@ -99,22 +103,38 @@ def _store() -> dist.Store:
     return dist.PrefixStore("cpkit/faults", dist.distributed_c10d._get_default_store())
 
 
+_LEFT: set[str] = set()  # what this rank wrote in the store about an earlier forward
+
+
 def _leave_word(message: str) -> None:
     if dist.is_initialized():
         with suppress(Exception):  # the store may have gone with its host
-            _store().set(f"word/{dist.get_rank()}", message)
+            _write(f"word/{dist.get_rank()}", message)
+
+
+def _write(key: str, message: str) -> None:
+    _LEFT.add(key)
+    _store().set(key, message)
+
+
+def _forget() -> None:
+    """Take back what this rank said of an earlier forward, so that a later failure is not blamed on it."""
+    while _LEFT:
+        with suppress(Exception):
+            _store().delete_key(_LEFT.pop())
 
 
 def _who_stopped() -> str:
-    world, me = dist.get_world_size(), dist.get_rank()
+    me = dist.get_rank()
+    others = [r for r in range(dist.get_world_size()) if r != me]
     words: dict[int, str] = {}
     deadline = time.monotonic() + GRACE_SECONDS
     try:
         store = _store()
-        store.set(f"seen/{me}", "")
+        _write(f"seen/{me}", "")
         while time.monotonic() < deadline:
-            words = {r: store.get(f"word/{r}").decode() for r in range(world) if store.check([f"word/{r}"])}
-            silent = [r for r in range(world) if r != me and r not in words and not store.check([f"seen/{r}"])]
+            words = {r: store.get(f"word/{r}").decode() for r in others if store.check([f"word/{r}"])}
+            silent = [r for r in others if r not in words and not store.check([f"seen/{r}"])]
             if words or not silent:
                 break
             time.sleep(0.05)

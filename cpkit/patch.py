@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ from transformers.distributed.expert_parallel import apply_expert_parallelism
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from .attention import choose_backend
-from .boundary import BaseModelBoundary, CausalLMBoundary
+from .boundary import BaseModelBoundary, CausalLMBoundary, HeadBoundary
 from .cache import PREFILL_CACHES
 from .communicators import choose_communicator
 from .errors import ConfigurationError, UnsupportedModel
@@ -144,15 +144,21 @@ def apply(
     """
     if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
         raise UnsupportedModel("the model is compiled; call cpkit.apply first and torch.compile after")
-    if session_of(model) is not None:
-        remove(model)
     base = base_model(model)
+    if session_of(model) is None and session_of(base) is not None:
+        raise UnsupportedModel("a part of this model is patched already: cpkit.remove(model.base_model) first")
     first = next(base.parameters())
     options = Options(strategy, attention, communicator, cache, check_inputs)
     session = open_session(base.config, topology, options, first.dtype, _device_of(model).type)
+    if session_of(model) is not None:
+        remove(model)
     plan = plan_swaps(model, session)
-    shard(model, session)
-    swap(plan, model, session)
+    try:
+        shard(model, session)
+        swap(plan, model, session)
+    except BaseException:
+        _undo(session)
+        raise
     return model
 
 
@@ -197,8 +203,8 @@ def plan_swaps(model: nn.Module, session: Session) -> list[tuple[nn.Module, type
     if missing:
         names = [cls.__name__ for cls, mixin in mixins.items() if mixin in missing]
         raise UnsupportedModel(f"the model has no {' or '.join(names)}: its classes were replaced by another kit")
-    if model is not base_model(model) and hasattr(model, "generate"):
-        planned.append((model, CausalLMBoundary))
+    if model is not base_model(model):
+        planned.append((model, CausalLMBoundary if hasattr(model, "generate") else HeadBoundary))
     for module, _ in planned:
         _accelerate_forward(module)
     return planned
@@ -253,6 +259,8 @@ def shard(model: nn.Module, session: Session) -> None:
     for name in {"", *(n if n in modules else n.rpartition(".")[0] for n in (*tp_plan, *ep_plan))}:
         session.undo.append(functools.partial(_restore, modules[name], _attributes(modules[name])))
     model._tp_size = topology.tp
+    session.undo.append(functools.partial(_make_whole, model))
+    _untie(model, modules, (*tp_plan, *ep_plan))
     if topology.tp > 1:
         apply_tensor_parallelism(model, groups.tp_mesh, tp_plan)
     if topology.ep > 1:
@@ -265,7 +273,16 @@ def shard(model: nn.Module, session: Session) -> None:
     for parameter in model.parameters():  # a slice would keep the whole weight alive
         if isinstance(parameter, DTensor) and not parameter.is_meta:
             parameter._local_tensor = parameter._local_tensor.clone()
-    session.undo.append(functools.partial(_make_whole, model))
+
+
+def _untie(model: nn.Module, modules: dict[str, nn.Module], names: Iterable[str]) -> None:
+    """Give tied weights that the plans name a parameter each, over the same memory, so that each can be sharded."""
+    known = dict(model.named_parameters())
+    for name in names:
+        module, _, parameter = name.rpartition(".")
+        if name not in known and name not in modules and not known[next(iter(known))].is_meta:
+            tied = modules[module]._parameters[parameter]
+            modules[module]._parameters[parameter] = nn.Parameter(tied.detach(), tied.requires_grad)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
@@ -287,6 +304,7 @@ def _make_whole(model: nn.Module) -> None:
                 if id(parameter) not in whole:
                     whole[id(parameter)] = nn.Parameter(parameter.full_tensor(), parameter.requires_grad)
                 module._parameters[name] = whole[id(parameter)]
+    model.tie_weights()
 
 
 def remove(model: nn.Module) -> nn.Module:
@@ -297,9 +315,13 @@ def remove(model: nn.Module) -> nn.Module:
     session = session_of(model)
     if session is None:
         raise ConfigurationError(f"{type(model).__name__} is not patched by cpkit; there is nothing to remove")
+    _undo(session)
+    return model
+
+
+def _undo(session: Session) -> None:
     while session.undo:
         session.undo.pop()()
-    return model
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import Cache, DynamicCache
+from transformers.modeling_utils import slice_logits_to_keep
 
 from .attention import Backend
 from .balance import Work, choose_strategy
@@ -82,21 +83,23 @@ class Session:
         cache: Cache | None,
         use_cache: bool,
         problem: CpkitError | None,
+        rest: tuple,
     ) -> tuple[ForwardContext, Cache | None]:
         """Make the context of a forward, or raise the same error on every rank of the replica group.
 
         ``inputs`` holds ``tokens`` (``[batch, slots]`` ids or ``[batch, slots, hidden]`` embeddings),
-        ``attention_mask``, ``position_ids`` and ``cu_seq_lens``. Returns the context, and the cache to give back.
+        ``attention_mask``, ``position_ids`` and ``cu_seq_lens``; ``rest`` is what else decides which collectives this
+        forward issues. Returns the context, and the cache to give back.
         """
         past = int(cache.get_seq_length()) if cache is not None else 0
         batch = None
         if problem is None:
             try:
-                batch = self._read(inputs, past)
+                batch = self._read(inputs, past, use_cache or cache is not None)
             except CpkitError as error:
                 problem = error
         if self.options.check_inputs:
-            digest = 0 if problem else checksum(*inputs.values(), past, use_cache)
+            digest = 0 if problem else checksum(*inputs.values(), past, use_cache, *rest)
             agree(self.groups.replica, problem, digest, self.device)
         if batch is None:
             raise problem  # type: ignore[misc]
@@ -111,12 +114,28 @@ class Session:
         context.cache = PREFILL_CACHES[self.options.cache](context, store)
         return context, store
 
-    def _read(self, inputs: dict[str, torch.Tensor | None], past: int) -> Batch:
+    def enter_decode(self, tokens: torch.Tensor, attention_mask: torch.Tensor | None, cache: Cache | None) -> None:
+        """The entry of a decoding step, which is transformers' own: the ranks must take the same step."""
+        problem: CpkitError | None = None
+        if getattr(self.config, "sliding_window", None) and attention_mask is not None and attention_mask.ndim == 2:
+            real = attention_mask.bool()
+            if bool(((real.cumsum(1) > 0) & ~real).any()):
+                problem = UnsupportedInput(
+                    "padding inside the cached prefix of a sliding-window model: its window counts padding; "
+                    "pad prompts on the left, or send one request at a time"
+                )
+        if self.options.check_inputs:
+            past = int(cache.get_seq_length()) if cache is not None else 0
+            agree(self.groups.replica, problem, checksum("decode", tokens, past), self.device)
+        elif problem is not None:
+            raise problem
+
+    def _read(self, inputs: dict[str, torch.Tensor | None], past: int, cached: bool) -> Batch:
         tokens = inputs["tokens"]
         assert tokens is not None
         shape = (tokens.shape[0], tokens.shape[1])
         rest = (inputs["attention_mask"], inputs["position_ids"], inputs["cu_seq_lens"])
-        batch = read_batch(shape, past, *rest)
+        batch = read_batch(shape, past, *rest, cached=cached)
         if batch.prefix_has_holes and getattr(self.config, "sliding_window", None):
             raise UnsupportedInput(
                 "padding inside the cached prefix of a sliding-window model: its window counts padding; "
@@ -131,8 +150,9 @@ class Session:
         those rows leave the ranks. Padding gives zeros.
         """
         batch, local = context.batch, held[0, : context.local_rows]
-        if isinstance(keep, int) and keep == 0:
-            return batch.to_slots(context.all_rows.fetch(local, "output").wait())
+        listed = isinstance(keep, torch.Tensor) and keep.ndim == 1 and keep.dtype in (torch.int64, torch.int32)
+        if not listed and not (isinstance(keep, int) and keep > 0):  # all, or a form that only some requests share
+            return slice_logits_to_keep(batch.to_slots(context.all_rows.fetch(local, "output").wait()), keep)
         slots = torch.arange(batch.shape[1])
         wanted = batch.rows_of_slots(slots[-keep:] if isinstance(keep, int) else slots[keep.cpu()])  # [batch, kept]
         rows = context.listed_rows(wanted[wanted >= 0]).fetch(local, "output").wait()
@@ -147,7 +167,7 @@ class Session:
         in different kinds of forward still issue the same collectives.
         """
         ep, topology = self.groups.ep, self.groups.topology
-        if self.context is not None and set(ep.ranks) <= set(self.groups.replica.ranks):
+        if self.context is not None and topology.experts_inside_replica:
             first, counts = self.groups.replica.ranks[0], []
             for rank in ep.ranks:
                 cp, tp = divmod(rank - first, topology.tp)

@@ -56,6 +56,11 @@ class Topology:
         """Number of ranks."""
         return self.pp * self.dp * self.cp * self.tp
 
+    @property
+    def experts_inside_replica(self) -> bool:
+        """Whether every expert group lies inside one DP group; decided for all ranks at once."""
+        return (self.cp * self.tp) % self.ep == 0
+
     def members(self, axis: str) -> list[list[int]]:
         """The groups of ranks along ``axis`` ("dp", "cp", "tp", "pp", "ep" or "replica"), each in rank order.
 

@@ -236,5 +236,5 @@ def test_compiling_after_the_patch():
 
 def test_an_attention_argument_that_is_not_known_is_refused():
     model = cpkit.apply(make())
-    with pytest.raises(cpkit.UnsupportedInput, match=r"passes \['s_aux'\] to its attention"):
+    with pytest.raises(cpkit.UnsupportedInput, match=r"\['s_aux'\] would change the attention"):
         model(tokens(1, 9), s_aux=torch.zeros(4))

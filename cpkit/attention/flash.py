@@ -53,7 +53,7 @@ def run(
 
 def _blind(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     out = query.new_zeros(*query.shape[:2], value.shape[-1])
-    return out, torch.full(query.shape[:2], float("-inf"), device=query.device)
+    return out, torch.full(query.shape[:2], float("-inf"), dtype=torch.float32, device=query.device)
 
 
 def _joined(keys: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:

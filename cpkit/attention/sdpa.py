@@ -21,7 +21,8 @@ Part = tuple[torch.Tensor, torch.Tensor]
 def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pieces: Sequence[Piece], scale: float) -> Part:
     """See ``cpkit.attention``."""
     if query.device.type == "cpu":  # parts are rounded once, after they have been merged
-        query, key, value = query.float(), key.float(), value.float()
+        wide = torch.promote_types(query.dtype, torch.float32)
+        query, key, value = query.to(wide), key.to(wide), value.to(wide)
     outs, lses, start = [], [], 0
     for piece in pieces:
         q = _heads(query[start : start + piece.queries])
@@ -44,7 +45,7 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
     if keys < queries:  # the first queries see nothing
         out, lse = _causal(q[:, :, queries - keys :], k, v, scale) if keys else (q[:, :, :0], None)
         blind = q.new_zeros(*q.shape[:2], queries - keys, v.shape[-1])
-        dark = torch.full(blind.shape[:-1], float("-inf"), device=q.device)
+        dark = torch.full(blind.shape[:-1], float("-inf"), dtype=torch.float32, device=q.device)
         return (torch.cat([blind, out], 2), torch.cat([dark, lse], 2)) if keys else (blind, dark)
     seen = keys - queries
     diagonal = _fused(q, k[:, :, seen:], v[:, :, seen:], scale, causal=True)
@@ -79,7 +80,9 @@ def _merge_two(a: Part, b: Part) -> Part:
 def _fused(q, k, v, scale: float, causal: bool = False, mask: torch.Tensor | None = None) -> Part:
     """torch's fused attention of ``[1, heads, rows, dim]`` with its log-sum-exp ``[1, heads, rows]``."""
     if k.shape[2] == 0:
-        return q.new_zeros(*q.shape[:3], v.shape[-1]), torch.full(q.shape[:3], float("-inf"), device=q.device)
+        return q.new_zeros(*q.shape[:3], v.shape[-1]), torch.full(
+            q.shape[:3], float("-inf"), dtype=torch.float32, device=q.device
+        )
     if q.device.type == "cpu":
         dim = v.shape[-1]
         if dim < q.shape[-1]:  # the CPU kernel wants one head size

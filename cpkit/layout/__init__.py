@@ -126,7 +126,7 @@ class Layout:
         return torch.cat([none, *limits])
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def layout(strategy: str, lengths: tuple[int, ...], prefixes: tuple[int, ...], size: int, align: int = 1) -> Layout:
     """The layout of requests with ``lengths`` new and ``prefixes`` cached tokens over ``size`` ranks.
 
