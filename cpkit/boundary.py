@@ -231,8 +231,9 @@ class CausalLMBoundary(HeadBoundary):
         given = inspect.signature(self.forward).bind(*args, **kwargs).arguments
         given.update(given.pop("kwargs", {}))
         keep = given.pop("logits_to_keep", 0)
-        if given.get("labels") is not None and not (isinstance(keep, int) and keep == 0):
-            return super().forward(**given, logits_to_keep=keep)
+        places = isinstance(keep, torch.Tensor) and keep.ndim == 1 and keep.dtype == torch.int64
+        if given.get("labels") is not None or not (places or isinstance(keep, int)):
+            return super().forward(**given, logits_to_keep=keep)  # all rows leave, and transformers picks
         return super().forward(**given, logits_to_keep=0, cp_logits_to_keep=keep)
 
     def create_masks_for_generate(self, config, inputs_embeds, attention_mask, **kwargs):

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import Cache, DynamicCache
-from transformers.modeling_utils import slice_logits_to_keep
 
 from .attention import Backend
 from .balance import Work, choose_strategy
@@ -150,9 +149,8 @@ class Session:
         those rows leave the ranks. Padding gives zeros.
         """
         batch, local = context.batch, held[0, : context.local_rows]
-        listed = isinstance(keep, torch.Tensor) and keep.ndim == 1 and keep.dtype in (torch.int64, torch.int32)
-        if not listed and not (isinstance(keep, int) and keep > 0):  # all, or a form that only some requests share
-            return slice_logits_to_keep(batch.to_slots(context.all_rows.fetch(local, "output").wait()), keep)
+        if isinstance(keep, int) and keep == 0:
+            return batch.to_slots(context.all_rows.fetch(local, "output").wait())
         slots = torch.arange(batch.shape[1])
         wanted = batch.rows_of_slots(slots[-keep:] if isinstance(keep, int) else slots[keep.cpu()])  # [batch, kept]
         rows = context.listed_rows(wanted[wanted >= 0]).fetch(local, "output").wait()

@@ -36,7 +36,16 @@ def test_ranks_called_with_different_inputs_all_raise_the_same_error():
     other = tokens(1, 12).clone()
     other[0, [3, 4]] = other[0, [4, 3]]
     shorter = dict(input_ids=tokens(1, 1), attention_mask=torch.ones(1, 1, dtype=torch.int64))
-    for different in (dict(input_ids=other), dict(attention_mask=mask), dict(use_cache=False), shorter):
+    reversed_ids = dict(input_ids=tokens(1, 12), attention_mask=torch.ones(1, 12).index_fill(1, torch.tensor([5]), 0))
+    others = [dict(logits_to_keep=1), dict(logits_to_keep=torch.tensor([2, 3])), dict(output_hidden_states=True)]
+    for different in (
+        dict(input_ids=other),
+        dict(attention_mask=mask),
+        dict(use_cache=False),
+        shorter,
+        reversed_ids,
+        *others,
+    ):
         start = time.monotonic()
         errors = errors_of(start_ranks(4, run, different, timeout=20))
         assert time.monotonic() - start < 15
@@ -123,3 +132,55 @@ def test_collectives_are_issued_in_the_same_order_by_full_and_empty_ranks():
         orders = run_ranks(4, run, topology)
         assert all(order == orders[0] for order in orders)
         assert all(len(o) > 6 for o in orders[0])
+
+
+def test_float_masks_of_equal_sum_are_told_apart():
+    def run():
+        mask = torch.tensor([[1, 1, 1, 1, 0, 0]]) if dist.get_rank() else torch.tensor([[0, 0, 1, 1, 1, 1]])
+        cpkit.apply(make(), Topology(cp=2))(tokens(1, 6), attention_mask=mask.float())
+
+    assert {type(e) for e in errors_of(start_ranks(2, run, timeout=20))} == {RankMismatch}
+
+
+@pytest.mark.parametrize("step", [lambda rank: tokens(1, 1, seed=rank), lambda rank: tokens(1, 1 + rank)])
+def test_decoding_steps_are_compared_too(step):
+    def run():
+        model = cpkit.apply(make(), Topology(cp=2, ep=2))
+        cache = model(tokens(1, 9)).cache
+        model(step(dist.get_rank()), cache=cache)
+
+    errors = errors_of(start_ranks(2, run, timeout=20))
+    assert {type(e) for e in errors} == {RankMismatch}
+
+
+def test_an_error_while_decoding_is_named():
+    def run():
+        model = cpkit.apply(make(), Topology(cp=2, ep=2))
+        cache = model(tokens(1, 9)).cache
+        if dist.get_rank() == 1:
+
+            def fail(*args):
+                raise ValueError("injected while decoding")
+
+            model.model.layers[1].register_forward_pre_hook(fail)
+        model(tokens(1, 1), cache=cache)
+
+    first, second = errors_of(start_ranks(2, run, timeout=20))
+    assert isinstance(first, RankFailure) and "rank 1 raised ValueError: injected while decoding" in str(first)
+
+
+def test_words_of_an_earlier_forward_are_taken_back():
+    def run():
+        model = cpkit.apply(make(), Topology(cp=2))
+        hook = model.model.layers[0].register_forward_pre_hook(lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(tokens(1, 8))
+        hook.remove()
+        dist.barrier()
+        model(tokens(1, 8))
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(tokens(1, 8))
+
+    (_, (error, _)), _ = start_ranks(2, run, timeout=20)
+    assert "rank 1 stopped without a word" in str(error) and "ZeroDivision" not in str(error)

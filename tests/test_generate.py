@@ -203,3 +203,77 @@ def test_what_cannot_be_kept_is_refused_by_name():
     for found in run_ranks(2, run):
         for name, (_, message) in REFUSED.items():
             assert re.search(message, found[name]), (name, found[name])
+
+
+def test_every_form_of_logits_to_keep():
+    ids = tokens(2, 12)
+    keeps = [
+        0,
+        1,
+        torch.tensor([0, -1]),
+        torch.tensor([[1, 2, 3], [3, 4, 5]]),
+        slice(2, 7),
+        torch.tensor([], dtype=int),
+    ]
+    keeps.append(torch.arange(24).view(2, 12) % 3 == 0)
+    with torch.no_grad():
+        expected = [make()(ids, logits_to_keep=keep).logits for keep in keeps]
+
+    def run():
+        model = cpkit.apply(make(), Topology(cp=3))
+        return [model(ids, logits_to_keep=keep).logits for keep in keeps]
+
+    for found in run_ranks(3, run):
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine.shape == theirs.shape
+            assert not mine.numel() or (mine - theirs).abs().max() <= TOLERANCE
+
+
+def test_position_gaps_are_one_request_on_a_cache_and_several_without():
+    """As in transformers, which looks for packed requests only where there is no cache."""
+    ids, positions = tokens(1, 11), (torch.arange(11) * 2)[None]
+    calls = [dict(), dict(use_cache=False), dict(attention_mask=torch.ones(1, 11))]
+    with torch.no_grad():
+        expected = [make()(ids, position_ids=positions, **call).logits for call in calls]
+
+    def run():
+        model = cpkit.apply(make(), Topology(cp=3))
+        return [model(ids, position_ids=positions, **call).logits for call in calls]
+
+    for found in run_ranks(3, run):
+        assert all((a - b).abs().max() <= TOLERANCE for a, b in zip(found, expected, strict=True))
+
+
+def test_arguments_of_the_loss_pass_through():
+    ids = tokens(1, 12)
+    arguments = dict(labels=ids, num_items_in_batch=7)
+    with torch.no_grad():
+        expected = make()(ids, **arguments).loss
+    for found in run_ranks(2, lambda: cpkit.apply(make(), Topology(cp=2))(ids, **arguments).loss):
+        assert abs(found - expected) < 1e-5
+
+
+def test_right_padding_in_a_window_is_refused_while_decoding_too():
+    def run():
+        model = cpkit.apply(make(use_sliding_window=True, sliding_window=5), Topology(cp=2))
+        batch = padded(21, 5, side="right")
+        cache = model(**batch).cache
+        mask = torch.cat([batch["attention_mask"], torch.ones(2, 1, dtype=torch.int64)], 1)
+        with pytest.raises(UnsupportedInput, match="padding inside the cached prefix"):
+            model(tokens(2, 1), cache=cache, attention_mask=mask)
+        return True
+
+    assert all(run_ranks(2, run))
+
+
+def test_expert_groups_that_straddle_dp_groups():
+    """Six ranks in two DP groups of three, expert groups of two: the middle one has a rank in each."""
+    model, prompts = make(num_experts=12), [tokens(1, 9), tokens(1, 14, seed=1)]
+    expected = [model.generate(p, max_new_tokens=4, do_sample=False) for p in prompts]
+
+    def run():
+        model = cpkit.apply(make(num_experts=12), Topology(dp=2, cp=3, ep=2))
+        place = torch.distributed.get_rank() // 3
+        return torch.equal(model.generate(prompts[place], max_new_tokens=4, do_sample=False), expected[place])
+
+    assert all(run_ranks(6, run))

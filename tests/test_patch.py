@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, BertConfig, BertModel
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig, BertModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -142,6 +143,13 @@ def test_saving_a_sharded_model_writes_the_whole_one(tmp_path):
         model.save_pretrained(tmp_path / str(topology))
         return True
 
+    def base_alone():
+        cpkit.apply(make().model, Topology(tp=2)).save_pretrained(tmp_path / "base")
+
+    run_ranks(2, base_alone)
+    base = AutoModel.from_pretrained(tmp_path / "base").eval()
+    with torch.no_grad():
+        assert torch.equal(base(ids).last_hidden_state, plain.model(ids).last_hidden_state)
     for topology in (Topology(cp=2), Topology(cp=2, ep=2), Topology(tp=2)):
         run_ranks(2, run, topology)
         again = AutoModelForCausalLM.from_pretrained(tmp_path / str(topology))
@@ -197,8 +205,9 @@ def test_other_versions_of_transformers_are_refused(monkeypatch):
 
 def test_a_patched_model_cannot_be_copied():
     model = cpkit.apply(make())
-    with pytest.raises(CpkitError, match="cannot be copied"):
-        copy.deepcopy(model)
+    for way in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(CpkitError, match="cannot be copied or pickled"):
+            way(model)
 
 
 def test_accelerates_hooks_are_kept():
@@ -238,3 +247,92 @@ def test_an_attention_argument_that_is_not_known_is_refused():
     model = cpkit.apply(make())
     with pytest.raises(cpkit.UnsupportedInput, match=r"\['s_aux'\] would change the attention"):
         model(tokens(1, 9), s_aux=torch.zeros(4))
+
+
+def test_saving_whole_weights_needs_one_rank_only(tmp_path):
+    def run():
+        model = cpkit.apply(make(), Topology(cp=2))
+        if torch.distributed.get_rank() == 0:
+            model.save_pretrained(tmp_path)
+        return True
+
+    assert all(run_ranks(2, run, timeout=20))
+
+
+def test_tied_embeddings_under_tp_are_sharded_and_tied_again():
+    ids = tokens(1, 33)
+    tied = dict(tie_word_embeddings=True)
+    with torch.no_grad():
+        expected = make(**tied)(ids).logits
+
+    def run(topology):
+        model = cpkit.apply(make(**tied), topology)
+        found = float((model(ids).logits - expected).abs().max())
+        cpkit.remove(model)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        with torch.no_grad():
+            assert torch.equal(model(ids).logits, expected)
+        return found
+
+    for topology in (Topology(tp=2), Topology(cp=2, tp=2, ep=4)):
+        assert max(run_ranks(topology.world, run, topology)) <= TOLERANCE
+
+
+def test_a_failed_apply_changes_nothing():
+    model = cpkit.apply(make(), strategy="zigzag")
+    with pytest.raises(ConfigurationError, match="strategy 'x'"):
+        cpkit.apply(model, strategy="x")
+    assert cpkit.describe(model).resolved["strategy"]["choice"] == "zigzag"
+
+    def run():
+        import cpkit.patch
+
+        model = make()
+        before = fingerprint(model)
+
+        def broken(*args, **kwargs):
+            raise KeyError("from transformers")
+
+        cpkit.patch.apply_expert_parallelism = broken
+        with pytest.raises(KeyError):
+            cpkit.apply(model, Topology(cp=1, tp=2, ep=2))
+        return fingerprint(model) == before
+
+    assert all(run_ranks(2, run))
+
+
+def test_other_heads_run_and_give_no_half_connected_graph():
+    torch.manual_seed(0)
+    make_head = lambda: AutoModelForSequenceClassification.from_config(make().config).eval()  # noqa: E731
+    torch.manual_seed(0)
+    plain = make_head()
+    ids = tokens(1, 21)
+    with torch.no_grad():
+        expected = plain(ids).logits
+
+    def run():
+        torch.manual_seed(0)
+        logits = cpkit.apply(make_head(), Topology(cp=2))(ids).logits
+        return not logits.requires_grad and bool((logits - expected).abs().max() <= TOLERANCE)
+
+    assert all(run_ranks(2, run))
+
+
+def test_a_patched_part_is_named():
+    model = make()
+    cpkit.apply(model.model)
+    with pytest.raises(UnsupportedModel, match="a part of this model is patched already"):
+        cpkit.apply(model)
+
+
+def test_another_default_dtype_does_no_harm():
+    ids = tokens(1, 20)
+    with torch.no_grad():
+        expected = make()(ids).logits
+
+    def run():
+        model = cpkit.apply(make(), Topology(cp=2, ep=2), strategy="interleave")
+        torch.set_default_dtype(torch.bfloat16)
+        return model(ids).logits
+
+    assert all((found - expected).abs().max() <= 1e-3 for found in run_ranks(2, run))
