@@ -9,6 +9,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cpkit import ConfigurationError, Topology
+from cpkit.attention import backends
+from cpkit.cache import PREFILL_CACHES
+from cpkit.communicators import COMMUNICATORS
+from cpkit.layout import strategies
 
 __all__ = ["Generation", "Hardware", "Prompt", "Recipe", "Sizes", "nearest", "validated"]
 
@@ -95,6 +99,19 @@ class Recipe(Strict):
     prefill_chunk_size: int | None = Field(None, ge=1)
     generation: Generation = Generation()
     prompt: Prompt | None = None
+
+    @model_validator(mode="after")
+    def _known_names(self) -> Recipe:
+        known = {
+            "strategy": ["auto", *strategies()],
+            "attention": ["auto", *backends()],
+            "communicator": ["auto", "local", *COMMUNICATORS],
+            "cache": list(PREFILL_CACHES),
+        }
+        for key, names in known.items():
+            if (given := getattr(self, key)) not in names:
+                raise ValueError(f"{key} = {given!r} is not known{nearest(given, names)}")
+        return self
 
     @model_validator(mode="after")
     def _one_model(self) -> Recipe:

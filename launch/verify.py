@@ -32,7 +32,7 @@ LARGEST_RATIO = 3.0  # the same, of the largest error in fp32: a mistake in one 
 LOGIT_BYTES = 2**30  # up to this size all positions' logits are compared, else those of the last
 LAST_POSITIONS = 1024
 WARM_TOKENS = 64
-TIMED = 2
+TIMED = 4
 
 
 @dataclass

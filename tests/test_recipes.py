@@ -246,3 +246,12 @@ def test_sglang_flags_that_cannot_be(flags, said):
     with pytest.raises(ConfigurationError) as error:
         translate.translate([flags])
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize("given", ["attention=falsh2", "cache=sharded", "communicator=alltoall", "strategy=zigzga"])
+def test_names_of_options_are_checked_with_the_recipe(given):
+    key, value = given.split("=")
+    with pytest.raises(
+        ConfigurationError, match=rf"{key} = '{value}' is not known; (the nearest that exists|known are)"
+    ):
+        recipe.load("demo", [given])
