@@ -11,6 +11,7 @@ Ranks are laid out with tp fastest, then cp, then dp, then pp. With ``Topology(d
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import weakref
@@ -128,6 +129,7 @@ class Topology:
             if device_type == "cuda":
                 torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
             dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timeout)
+            atexit.register(_close)  # else gloo's threads may abort an interpreter that ends
         self.check_world(dist.get_world_size())
         built = _BUILT.setdefault(dist.group.WORLD, {})
         if (self, device_type) not in built:
@@ -139,6 +141,11 @@ class Topology:
 
 
 _BUILT: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # default process group -> {(topology, device): groups}
+
+
+def _close() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _scale_block(config) -> int:

@@ -305,7 +305,7 @@ def test_wrong_numbers_of_ranks_give_the_line_to_start_with(tiny, capsys, monkey
         (["topology={cp: 1}", "--prompt", "abc", "--tokens", "9"], "3 tokens, fewer than the 9"),
         (["topology={cp: 1}", "max_tokens=2", "--prompt", "abc"], "allows max_tokens = 2"),
         (["topology={cp: 1}", "--chat", "--prompt", "abc"], "no chat template"),
-        (["topology={cp: 1}", "strategy=zag"], "strategy 'zag' is not known"),
+        (["topology={cp: 1}", "strategy=zag"], "strategy = 'zag' is not known"),
     ],
 )
 def test_what_cannot_run_is_one_message_and_exit_code_1(tiny, capsys, monkeypatch, overrides, said):
