@@ -156,7 +156,9 @@ def _message(error: Any) -> str:
     if error["type"] == "missing":
         return f"{path} is missing"
     text = error["msg"].removeprefix("Value error, ")
-    return f"{path} = {error['input']!r}: {text}" if path and error["type"] != "value_error" else f"{path}: {text}"
+    if not path:
+        return text
+    return f"{path}: {text}" if error["type"] == "value_error" else f"{path} = {error['input']!r}: {text}"
 
 
 def _known(path: tuple) -> list[str]:

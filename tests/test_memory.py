@@ -41,5 +41,6 @@ def test_peak_grows_as_rows_over_ranks():
     for cp in (2, 4):
         assert 1.6 <= peaks[cp, 16384] / peaks[cp, 8192] <= 2.4, peaks
     for length in (8192, 16384):
-        assert peaks[4, length] / peaks[2, length] <= 0.65, peaks
-    assert 0.8 <= peaks[4, 16384] / peaks[2, 8192] <= 1.35, peaks  # the same rows a rank
+        # half the rows a rank, and the same keys of one layer, gathered from all; with nothing divided it would be 1
+        assert peaks[4, length] / peaks[2, length] <= 0.75, peaks
+    assert 0.7 <= peaks[4, 16384] / peaks[2, 8192] <= 1.5, peaks  # the same rows a rank
