@@ -22,7 +22,7 @@ import torch.distributed as dist
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
 from .errors import ConfigurationError
-from .rows import Pending, exchange, gather_uneven, issue, scatter_sums
+from .rows import Pending, divided, exchange, gather_uneven, issue, scatter_sums
 from .topology import Group
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Communicator(EPImplementation):
             return self.reduce_in_place(hidden_states, top_k_index, top_k_weights)
         share = groups.replica if context is None else groups.tp
         real = len(hidden_states) if context is None else context.local_rows  # without a stand-in row
-        bounds = [real * part // share.size for part in range(share.size + 1)]
+        bounds = divided(real, share.size)
         mine = slice(bounds[share.rank], bounds[share.rank + 1])
         summed = self.exchange(hidden_states[mine], top_k_index[mine], top_k_weights[mine])
         counts = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]

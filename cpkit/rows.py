@@ -24,7 +24,7 @@ from .layout import Layout
 from .topology import Group
 from .trace import Event, record
 
-__all__ = ["AllRows", "ListedRows", "Pending", "exchange", "gather_uneven", "issue", "scatter_sums"]
+__all__ = ["AllRows", "ListedRows", "Pending", "divided", "exchange", "gather_uneven", "issue", "scatter_sums"]
 
 
 @dataclass
@@ -150,6 +150,11 @@ def gather_padded(rows: torch.Tensor, most: int, total: int, group: Group, name:
         return dist.all_gather_single(gathered, padded, group=group.handle, async_op=True)
 
     return issue(name, "gather", group, total - len(rows), (group.size - 1) * padded.nbytes, start, gathered)
+
+
+def divided(rows: int, parts: int) -> list[int]:
+    """The ``parts + 1`` bounds at which ``rows`` are divided as evenly as they go."""
+    return [rows * part // parts for part in range(parts + 1)]
 
 
 def gather_uneven(rows: torch.Tensor, counts: Sequence[int], group: Group, name: str) -> torch.Tensor:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import Cache, DynamicCache
 
 from .attention import Backend
@@ -18,10 +17,15 @@ from .context import ForwardContext
 from .errors import CpkitError, UnsupportedInput
 from .faults import agree, checksum
 from .layout import layout
+from .rows import divided, gather_uneven
 from .topology import Groups
 
 __all__ = ["Options", "Session"]
 
+_PADDED_WINDOW = (
+    "padding inside the cached prefix of a sliding-window model: its window counts padding; "
+    "pad prompts on the left, or send one request at a time"
+)
 ATTENTION_NAME = "cpkit"  # our own entry in transformers' attention registry
 
 
@@ -97,11 +101,8 @@ class Session:
                 batch = self._read(inputs, past, use_cache or cache is not None)
             except CpkitError as error:
                 problem = error
-        if self.options.check_inputs:
-            digest = 0 if problem else checksum(*inputs.values(), past, use_cache, *rest)
-            agree(self.groups.replica, problem, digest, self.device)
-        if batch is None:
-            raise problem  # type: ignore[misc]
+        self._agree(problem, *inputs.values(), past, use_cache, *rest)
+        assert batch is not None
         name = self.options.strategy
         if name == "auto":
             size = self.groups.cp.size
@@ -119,13 +120,14 @@ class Session:
         if getattr(self.config, "sliding_window", None) and attention_mask is not None and attention_mask.ndim == 2:
             real = attention_mask.bool()
             if bool(((real.cumsum(1) > 0) & ~real).any()):
-                problem = UnsupportedInput(
-                    "padding inside the cached prefix of a sliding-window model: its window counts padding; "
-                    "pad prompts on the left, or send one request at a time"
-                )
+                problem = UnsupportedInput(_PADDED_WINDOW)
+        past = int(cache.get_seq_length()) if cache is not None else 0
+        self._agree(problem, "decode", tokens, past)
+
+    def _agree(self, problem: CpkitError | None, *called_with: object) -> None:
+        """Raise ``problem`` if there is one; on all ranks alike, and for different calls too, unless unchecked."""
         if self.options.check_inputs:
-            past = int(cache.get_seq_length()) if cache is not None else 0
-            agree(self.groups.replica, problem, checksum("decode", tokens, past), self.device)
+            agree(self.groups.replica, problem, 0 if problem else checksum(*called_with), self.device)
         elif problem is not None:
             raise problem
 
@@ -136,10 +138,7 @@ class Session:
         rest = (inputs["attention_mask"], inputs["position_ids"], inputs["cu_seq_lens"])
         batch = read_batch(shape, past, *rest, cached=cached)
         if batch.prefix_has_holes and getattr(self.config, "sliding_window", None):
-            raise UnsupportedInput(
-                "padding inside the cached prefix of a sliding-window model: its window counts padding; "
-                "pad prompts on the left, or send one request at a time"
-            )
+            raise UnsupportedInput(_PADDED_WINDOW)
         return batch
 
     def collect(self, context: ForwardContext, held: torch.Tensor, keep: int | torch.Tensor) -> torch.Tensor:
@@ -170,8 +169,8 @@ class Session:
             for rank in ep.ranks:
                 cp, tp = divmod(rank - first, topology.tp)
                 real = self.context.layout.local_rows[cp]
-                counts.append(real * (tp + 1) // topology.tp - real * tp // topology.tp)
+                bounds = divided(real, topology.tp)
+                counts.append(bounds[tp + 1] - bounds[tp])
             return counts
-        counts = torch.empty(ep.size, dtype=torch.int64, device=device)
-        dist.all_gather_single(counts, torch.tensor([mine], device=device), group=ep.handle)
-        return counts.tolist()
+        number = torch.tensor([mine], device=device)
+        return gather_uneven(number, [1] * ep.size, ep, "expert row counts").tolist()
