@@ -9,17 +9,26 @@ from typing import Any
 
 from .layout import Layout, layout, strategies
 
-__all__ = ["Work", "choose_strategy", "imbalance"]
+__all__ = ["Kept", "Term", "Work", "choose_strategy", "imbalance"]
+
+
+@dataclass(frozen=True)
+class Term:
+    """``flops`` for each pair of a row and a key that it meets: every key that it sees, or the ``most`` that a window
+    or a selection leaves; none for a row that sees no more than ``above``."""
+
+    flops: float
+    most: float = float("inf")
+    above: int = 0
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one average layer costs: ``row_flops`` for each row (twice the weights that it meets), ``key_flops`` for
-    each pair of a row and a key that it sees, of which a sliding ``window`` leaves at most so many."""
+    """What one average layer costs: ``row_flops`` for each row (twice the weights that it meets), and ``terms`` for
+    what grows with the keys."""
 
     row_flops: float
-    key_flops: float
-    window: int | None
+    terms: tuple[Term, ...]
 
     @classmethod
     def of(cls, config: Any) -> Work:
@@ -29,16 +38,41 @@ class Work:
         attention = hidden * head * 2 * (heads + getattr(config, "num_key_value_heads", heads))
         width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
         mlp = 3 * hidden * width * (getattr(config, "num_experts_per_tok", None) or 1)
-        return cls(2.0 * (attention + mlp), 4.0 * head * heads, getattr(config, "sliding_window", None))
+        window = getattr(config, "sliding_window", None)
+        return cls(2.0 * (attention + mlp), (Term(4.0 * head * heads, window or float("inf")),))
 
     def of_ranks(self, placed: Layout) -> list[float]:
         """FLOPs of each rank in one layer."""
         costs = []
         for rank in range(placed.size):
             seen = placed.keys_seen(rank)
-            keys = seen.clamp(max=self.window) if self.window else seen
-            costs.append(len(seen) * self.row_flops + float(keys.sum()) * self.key_flops)
+            grown = (t.flops * float(seen[seen > t.above].clamp(max=t.most).sum()) for t in self.terms)
+            costs.append(len(seen) * self.row_flops + sum(grown))
         return costs
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a row leaves in the caches of ``layers`` layers, and sends to the other ranks there under the ``name`` that
+    ``cpkit.trace`` uses: ``width`` elements, divided over the TP ranks unless they are ``shared``. Of a window, the
+    ``last`` rows stay in the cache."""
+
+    name: str
+    width: int
+    layers: int
+    shared: bool = False
+    last: float = float("inf")
+
+    @classmethod
+    def of(cls, config: Any) -> list[Kept]:
+        """Keys and values of a GQA model."""
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        window = getattr(config, "sliding_window", None)
+        kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
+        sliding = kinds.count("sliding_attention") * config.num_hidden_layers // len(kinds) if window else 0
+        width = 2 * config.num_key_value_heads * size
+        layers = {float("inf"): config.num_hidden_layers - sliding, float((window or 1) - 1): sliding}
+        return [cls("kv", width, count, last=last) for last, count in layers.items() if count]
 
 
 def imbalance(costs: Sequence[float]) -> float:

@@ -17,47 +17,55 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_utils import slice_logits_to_keep
 
 from .attention import attend
+from .context import ForwardContext
 from .errors import CpkitError, UnsupportedInput
 from .faults import guarded, watched
-from .session import ATTENTION_NAME, Session
+from .rows import Pending
+from .session import Session
 
 __all__ = ["AttentionBoundary", "BaseModelBoundary", "CausalLMBoundary", "packed_attention"]
 
+ATTENTION_NAME = "cpkit"  # our own entry in transformers' attention registry
 _IGNORED = {"position_ids", "use_cache", "dropout"}  # that layers pass on, and that change nothing here
 
 
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    key: Pending,
+    value: Pending,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     cp_context=None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention in transformers' own socket: ``query [1, heads, held, dim]`` of this rank over packed ``key`` and
-    ``value [1, kv_heads, keys, dim]``, to ``[1, held, heads, value_dim]``. The mask is a placeholder: who sees what
-    comes from the context. Unknown arguments (sinks, biases, soft caps) are refused, never dropped.
+    """Attention in transformers' own socket: ``query [1, heads, held, dim]`` of this rank over the packed keys and
+    values that ``key`` is the ``Pending`` of, to ``[1, held, heads, value_dim]``. The mask is a placeholder: who sees
+    what comes from the context. Unknown arguments (sinks, biases, soft caps) are refused, never dropped.
     """
-    expected = _IGNORED | cp_context.callers  # what the caller passed has been looked at, at the entry
-    unknown = {name for name, given in kwargs.items() if given is not None and name not in expected}
-    if unknown:
-        raise UnsupportedInput(
-            f"{type(module).__name__} passes {sorted(unknown)} to its attention, and context parallelism does not know "
-            "what that does; leave it out, or use cpkit.disabled(model)"
-        )
+    refuse_unknown(module, kwargs, cp_context)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    keys, values = key.wait()
     if not cp_context.local_rows:
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
-    rounds = cp_context.rounds(cp_context.cache.key_lengths[module.layer_idx], sliding_window)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = attend(q, k, v, rounds, scale, cp_context.backend)
+        return query.new_zeros(1, query.shape[2], query.shape[1], values.shape[-1]), None
+    rounds = cp_context.rounds(cp_context.cache.spans[module.layer_idx], sliding_window)
+    out = attend(query[0].transpose(0, 1), keys, values, rounds, scale, cp_context.kernels["attention"])
     return out.unsqueeze(0), None
 
 
 AttentionInterface.register(ATTENTION_NAME, packed_attention)
+
+
+def refuse_unknown(module: torch.nn.Module, given: dict[str, Any], context: ForwardContext) -> None:
+    """Raise for what a layer passes to its attention and nobody here looks at; what the caller passed has been looked
+    at, at the entry."""
+    expected = _IGNORED | context.callers
+    if unknown := sorted(name for name, value in given.items() if value is not None and name not in expected):
+        raise UnsupportedInput(
+            f"{type(module).__name__} passes {unknown} to its attention, and context parallelism does not know "
+            "what that does; leave it out, or use cpkit.disabled(model)"
+        )
 
 
 if TYPE_CHECKING:  # what they are mixed in front of
@@ -73,15 +81,17 @@ else:
 
 
 class AttentionBoundary(Attention):
-    """Runs the family's own attention forward with ``packed_attention`` in place of the configured function."""
+    """Runs the family's own attention forward with ours, registered under ``attention_name``, in place of the
+    configured function."""
 
     cp_session: Session
+    attention_name = ATTENTION_NAME
 
     def forward(self, *args, cp_context=None, **kwargs):
         if cp_context is None:
             return super().forward(*args, **kwargs)
         plain = self.config
-        self.config = self.cp_session.attention_config(plain)
+        self.config = self.cp_session.attention_config(plain, self.attention_name)
         try:
             return super().forward(*args, cp_context=cp_context, **kwargs)
         finally:
@@ -135,10 +145,17 @@ class BaseModelBoundary(WholeWeights):
             if problem is None and not self.cp_session.takes(tokens.shape[1], cache):
                 if self.cp_session.enabled:
                     self.cp_session.enter_decode(tokens, attention_mask, cache)
-                arguments = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, **given, **kwargs}
-                del arguments["tokens"]
-                outputs = super().forward(cache=cache, use_cache=use_cache, return_dict=True, **arguments)
-                outputs.last_hidden_state = slice_logits_to_keep(outputs.last_hidden_state, cp_logits_to_keep)
+                if self.cp_session.enabled and self.cp_session.own_decoding:
+                    given["cu_seq_lens"] = None
+                    context = self.cp_session.enter_own_decode(given, cache)
+                    context.callers = frozenset(kwargs)
+                    outputs = self._run(context, tokens, input_ids is None, kwargs)
+                    outputs = self._whole(outputs, context, cache, cp_logits_to_keep)
+                else:
+                    arguments = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, **given, **kwargs}
+                    del arguments["tokens"]
+                    outputs = super().forward(cache=cache, use_cache=use_cache, return_dict=True, **arguments)
+                    outputs.last_hidden_state = slice_logits_to_keep(outputs.last_hidden_state, cp_logits_to_keep)
             else:
                 use_cache = self.config.use_cache if use_cache is None else use_cache
                 given["cu_seq_lens"] = kwargs.pop("cu_seq_lens_q", None)
@@ -146,29 +163,29 @@ class BaseModelBoundary(WholeWeights):
                 rest = (cp_logits_to_keep, sorted((k, v) for k, v in kwargs.items() if isinstance(v, bool | int)))
                 context, store = self.cp_session.enter(given, cache, use_cache, problem, rest)
                 context.callers = frozenset(kwargs)
-                outputs = self._prefill(context, tokens, input_ids is None, kwargs)
+                self.cp_session.context = context
+                try:
+                    outputs = self._run(context, tokens, input_ids is None, kwargs)
+                finally:
+                    self.cp_session.context = None
                 outputs = self._whole(outputs, context, store, cp_logits_to_keep)
         return outputs if return_dict else outputs.to_tuple()
 
     @torch.no_grad()
-    def _prefill(self, context, tokens, embedded, kwargs):
+    def _run(self, context, tokens, embedded, kwargs):
         """The family's own forward on this rank's rows."""
         flat = tokens.flatten(0, 1)[context.batch.slots[context.held].to(tokens.device)].unsqueeze(0)
-        self.cp_session.context = context
-        try:
-            return super().forward(
-                input_ids=None if embedded else flat,
-                inputs_embeds=flat if embedded else None,
-                attention_mask=torch.zeros(1, 1, 1, 1, device=context.device),  # 4-D: transformers takes it as it is
-                position_ids=context.batch.positions[context.held].to(context.device).unsqueeze(0),
-                cache=context.cache,
-                use_cache=True,
-                return_dict=True,
-                cp_context=context,
-                **kwargs,
-            )
-        finally:
-            self.cp_session.context = None
+        return super().forward(
+            input_ids=None if embedded else flat,
+            inputs_embeds=flat if embedded else None,
+            attention_mask=torch.zeros(1, 1, 1, 1, device=context.device),  # 4-D: transformers takes it as it is
+            position_ids=context.batch.positions[context.held].to(context.device).unsqueeze(0),
+            cache=context.cache,
+            use_cache=True,
+            return_dict=True,
+            cp_context=context,
+            **kwargs,
+        )
 
     @torch.no_grad()
     def _whole(self, outputs, context, store, keep):
@@ -237,8 +254,9 @@ class CausalLMBoundary(HeadBoundary):
         return super().forward(**given, logits_to_keep=0, cp_logits_to_keep=keep)
 
     def create_masks_for_generate(self, config, inputs_embeds, attention_mask, **kwargs):
-        """For static caches ``generate`` builds 4-D masks in advance; a context-parallel forward wants the 2-D one."""
-        if self.cp_session.takes(inputs_embeds.shape[1], kwargs.get("cache")):
+        """For static caches ``generate`` builds 4-D masks in advance; our forwards want the 2-D one."""
+        session = self.cp_session
+        if session.takes(inputs_embeds.shape[1], kwargs.get("cache")) or (session.enabled and session.own_decoding):
             return attention_mask
         plain = getattr(super(), "create_masks_for_generate", create_masks_for_generate)
         return plain(config=config, inputs_embeds=inputs_embeds, attention_mask=attention_mask, **kwargs)

@@ -1,9 +1,10 @@
 """Where keys meet: the cache that a context-parallel forward hands to the model's layers.
 
-Every family of transformers passes its new rows to ``cache.update`` and attends over what comes back. A prefill cache
-receives this rank's rows there, fetches the others', keeps what its policy says in the caller's own cache, and returns
-the keys of each request packed one after the other. Models know nothing of the policy; a new one is a subclass in
-``PREFILL_CACHES``.
+Every family of transformers passes its new rows to ``cache.update`` (and an indexer's to ``update_indexer``) and
+attends over what comes back. A prefill cache receives this rank's rows there, fetches the others', keeps what its
+policy says in the caller's own cache, and returns each request's keys, packed in one row of keys. It returns them as
+``Pending``: the fetch runs while the layer goes on with its queries, and whoever attends waits for it. Models know
+nothing of the policy; a new one is a subclass in ``PREFILL_CACHES``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import torch
 from transformers import Cache
 
-from .context import ForwardContext
+from .context import ForwardContext, Spans
 
 __all__ = ["PREFILL_CACHES", "PrefillCache", "ReplicatedCache"]
 
@@ -19,13 +20,14 @@ __all__ = ["PREFILL_CACHES", "PrefillCache", "ReplicatedCache"]
 class PrefillCache(Cache):
     """Base of the policies. ``store`` is the caller's cache, or None when nothing is to be kept.
 
-    ``key_lengths[layer]`` says how many of the packed keys of that layer belong to each request.
+    ``spans[layer][request]`` says where the request's keys start in that layer's packed keys, and how many they are;
+    known once the layer's keys have been waited for.
     """
 
     def __init__(self, context: ForwardContext, store: Cache | None):
         super().__init__(layers=[])
         self.context, self.store = context, store
-        self.key_lengths: dict[int, list[int]] = {}
+        self.spans: dict[int, Spans] = {}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.context.batch.past
@@ -34,43 +36,66 @@ class PrefillCache(Cache):
 class ReplicatedCache(PrefillCache):
     """Every rank keeps the whole cache, so decoding is transformers' own."""
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[1, kv_heads, held, dim]`` of this rank to packed ``[1, kv_heads, keys, dim]`` of all requests."""
-        batch, dim = self.context.batch, key_states.shape[-1]
-        local = torch.cat((key_states, value_states), -1)[0].transpose(0, 1)[: self.context.local_rows]
-        rows = self.context.all_rows.fetch(local, "kv").wait()
-        if self.store is None:
-            self.key_lengths[layer_idx] = list(batch.lengths)
-            packed = rows.transpose(0, 1).contiguous().unsqueeze(0)
-            return packed[..., :dim], packed[..., dim:]
-        new = batch.to_slots(rows).transpose(1, 2)
-        _, first = self.store.get_mask_sizes(batch.shape[1], layer_idx)  # the slot of the first key that update returns
-        keys, values = self.store.update(new[..., :dim], new[..., dim:], layer_idx, *args, **kwargs)
-        return self._pack(keys, values, first, layer_idx)
+    def __init__(self, context: ForwardContext, store: Cache | None):
+        super().__init__(context, store)
+        self._places: dict[tuple[int, int], tuple[torch.Tensor | None, Spans]] = {}
 
-    def _pack(
-        self, keys: torch.Tensor, values: torch.Tensor, first: int, layer_idx: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[batch, kv_heads, slots, dim]`` from slot ``first`` to ``[1, kv_heads, keys, dim]``, packed by request."""
-        batch = self.context.batch
-        count, slots = batch.shape
-        everything_real = batch.whole and all(prefix == batch.past for prefix in batch.prefixes)
-        if everything_real and keys.shape[2] == batch.past + slots - first:
-            self.key_lengths[layer_idx] = [keys.shape[2]] * count
-            return tuple(x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in (keys, values))
-        index, lengths, row = [], [], 0
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        """``[1, kv_heads, held, dim]`` of this rank to packed ``[keys, kv_heads, dim]`` of all requests: keys and
+        values as one ``Pending``, in each place of the pair."""
+        dim = key_states.shape[-1]
+        local = torch.cat((key_states, value_states), -1)[0].transpose(0, 1)[: self.context.local_rows]
+
+        def keep(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            if self.store is None:
+                self.spans[layer_idx] = _consecutive(self.context.batch.lengths)
+                packed = rows.transpose(0, 1).contiguous().transpose(0, 1)  # heads apart, as the kernels read them
+                return packed[..., :dim], packed[..., dim:]
+            new = self.context.batch.to_slots(rows).transpose(1, 2)
+            # the slot of the first key that update returns
+            _, first = self.store.get_mask_sizes(self.context.batch.shape[1], layer_idx)
+            keys, values = self.store.update(new[..., :dim], new[..., dim:], layer_idx, *args, **kwargs)
+            return tuple(self._packed(x.transpose(1, 2), first, layer_idx) for x in (keys, values))  # type: ignore
+
+        pending = self.context.all_rows.fetch(local, "kv").then(keep)
+        return pending, pending
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int):
+        """``[1, held, dim]`` index keys of this rank to packed ``[keys, dim]`` of all requests, as ``Pending``."""
+
+        def keep(rows: torch.Tensor) -> torch.Tensor:
+            if self.store is None:
+                self.spans[layer_idx] = _consecutive(self.context.batch.lengths)
+                return rows
+            return self._packed(self.store.update_indexer(self.context.batch.to_slots(rows), layer_idx), 0, layer_idx)
+
+        return self.context.all_rows.fetch(indexer_key_states[0, : self.context.local_rows], "index keys").then(keep)
+
+    def _packed(self, slots: torch.Tensor, first: int, layer_idx: int) -> torch.Tensor:
+        """``[batch, slots, …]`` from slot ``first`` on to ``[keys, …]``: as it lies where the slots of each request are
+        a run, without holes; else the real ones, one after the other."""
+        kept = slots.shape[1]
+        if (first, kept) not in self._places:
+            self._places[first, kept] = self._place(first, kept)
+        at, self.spans[layer_idx] = self._places[first, kept]
+        flat = slots.flatten(0, 1)
+        return flat if at is None else flat[at.to(flat.device)]
+
+    def _place(self, first: int, kept: int) -> tuple[torch.Tensor | None, Spans]:
+        """Which of the ``batch * kept`` flat slots are keys (None where they may stay), and each request's span."""
+        batch, places, row = self.context.batch, [], 0
         for entry, length, prefix in zip(batch.entries, batch.lengths, batch.prefix_slots, strict=True):
-            new = batch.past + batch.slots[row : row + length] - entry * slots
+            new = batch.past + batch.slots[row : row + length] - entry * batch.shape[1]
             seen = torch.cat([prefix, new]) - first
-            seen = seen[seen >= 0]
-            index.append(entry * keys.shape[2] + seen)
-            lengths.append(len(seen))
+            places.append(entry * kept + seen[seen >= 0])
             row += length
-        self.key_lengths[layer_idx] = lengths
-        at = torch.cat(index).to(keys.device)
-        return tuple(x.transpose(0, 1).flatten(1, 2)[:, at].unsqueeze(0) for x in (keys, values))
+        if all(len(p) == 0 or int(p[-1] - p[0]) + 1 == len(p) for p in places):
+            return None, [(int(p[0]) if len(p) else 0, len(p)) for p in places]
+        return torch.cat(places), _consecutive([len(p) for p in places])
+
+
+def _consecutive(lengths) -> Spans:
+    return [(sum(lengths[:i]), length) for i, length in enumerate(lengths)]
 
 
 PREFILL_CACHES: dict[str, type[PrefillCache]] = {"replicated": ReplicatedCache}

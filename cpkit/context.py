@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 
-from .attention import Backend, Piece, pieces
+from .attention import Piece, pieces
+from .backends import Backend
 from .batch import Batch
-from .layout import Layout
+from .layout import Layout, Segment
 from .rows import AllRows, ListedRows
 from .topology import Groups
 
 if TYPE_CHECKING:
     from .cache import PrefillCache
 
-__all__ = ["ForwardContext"]
+__all__ = ["ForwardContext", "Spans"]
+
+Spans = Sequence[tuple[int, int]]  # for each request the first of its packed keys, and how many they are
 
 
 @dataclass(eq=False)
@@ -32,7 +35,7 @@ class ForwardContext:
     batch: Batch
     layout: Layout
     groups: Groups
-    backend: Backend
+    kernels: Mapping[str, Backend]  # by kind
     device: torch.device
     cache: PrefillCache = field(init=False)
     callers: frozenset[str] = frozenset()  # names of the caller's further arguments, which run through the layers
@@ -57,15 +60,33 @@ class ForwardContext:
         """A plan that gives every rank the same ``rows`` ``[k]``."""
         return ListedRows(self.layout, [rows] * self.groups.cp.size, self.groups.cp, self.device)
 
-    def rounds(self, key_lengths: Sequence[int], window: int | None) -> list[list[Piece]]:
-        """How this rank's queries meet packed keys, of which request i has ``key_lengths[i]``, its new ones last."""
-        starts = [sum(key_lengths[:i]) for i in range(len(key_lengths))]
-        kept = [keys - new for keys, new in zip(key_lengths, self.batch.lengths, strict=True)]
-        wanted = (tuple(key_lengths), window)
+    def rounds(self, spans: Spans, window: int | None) -> list[list[Piece]]:
+        """How this rank's queries meet the packed keys; ``spans[request]`` is where its keys start, and how many."""
+        kept = [keys - new for (_, keys), new in zip(spans, self.batch.lengths, strict=True)]
+        wanted = (tuple(spans), window)
         if wanted not in self._rounds:
+            starts = [start for start, _ in spans]
             self._rounds[wanted] = pieces(self.layout.segments[self.groups.cp.rank], starts, kept, window)
         return self._rounds[wanted]
 
     @cached_property
     def _rounds(self) -> dict:
         return {}
+
+    def visible(self, spans: Spans) -> tuple[torch.Tensor, torch.Tensor]:
+        """The packed keys ``starts[row]`` to ``ends[row] - 1`` that each local row sees, int64 on the CPU."""
+        requests = [torch.full((s.count,), spans[s.request][0]) for s in self.layout.segments[self.groups.cp.rank]]
+        starts = torch.cat(requests) if requests else torch.empty(0, dtype=torch.int64)
+        return starts, starts + self.layout.keys_seen(self.groups.cp.rank)
+
+    def early(self, limit: int) -> tuple[list[Segment], list[range]]:
+        """The parts of this rank's segments whose rows see at most ``limit`` keys, and which local rows those are."""
+        found, runs, row = [], [], 0
+        for s in self.layout.segments[self.groups.cp.rank]:
+            room = limit - self.layout.prefixes[s.request] - s.start  # keys that the first row may still gain, plus one
+            count = min(max(-(-room // s.step), 0), s.count)
+            if count:
+                found.append(Segment(s.request, s.start, count, s.step))
+                runs.append(range(row, row + count))
+            row += s.count
+        return found, runs

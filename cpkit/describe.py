@@ -32,9 +32,9 @@ class Description:
     def __str__(self) -> str:
         sizes = ", ".join(f"{k}={v}" for k, v in self.topology.items())
         lines = [f"{self.model_type} on {self.device}: {sizes}{'' if self.enabled else ' (disabled)'}"]
-        lines += [f"  {name:<13}{r['choice']:<12}{r['why']}" for name, r in self.resolved.items()]
-        lines += [f"  {name + ' ranks':<13}{ranks}" for name, ranks in self.groups.items()]
-        lines += [f"  changed      {count} x {name}" for name, count in self.changed.items()]
+        lines += [f"  {name:<17}{r['choice']:<12}{r['why']}" for name, r in self.resolved.items()]
+        lines += [f"  {name + ' ranks':<17}{ranks}" for name, ranks in self.groups.items()]
+        lines += [f"  changed          {count} x {name}" for name, count in self.changed.items()]
         return "\n".join(lines)
 
 
@@ -45,7 +45,7 @@ def describe(model: nn.Module) -> Description:
         raise ConfigurationError(f"{type(model).__name__} is not patched by cpkit; call cpkit.apply first")
     resolved = {
         "strategy": session.options.strategy,
-        "attention": session.backend.name,
+        **{kind: backend.name for kind, backend in session.kernels.items()},
         "communicator": session.communicator,
         "cache": session.options.cache,
     }

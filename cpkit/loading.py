@@ -32,6 +32,8 @@ def from_pretrained(
     topology: Topology | None = None,
     strategy: str = "auto",
     attention: str = "auto",
+    sparse_attention: str = "auto",
+    indexer: str = "auto",
     communicator: str = "auto",
     cache: str = "replicated",
     check_inputs: bool = True,
@@ -48,10 +50,11 @@ def from_pretrained(
     family_of(config)
     device_type = device or ("cuda" if torch.cuda.is_available() else "cpu")
     known = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    kernels = {"attention": attention, "sparse_attention": sparse_attention, "indexer": indexer}
     session = open_session(
         config,
         topology,
-        Options(strategy, attention, communicator, cache, check_inputs),
+        Options(strategy, kernels, communicator, cache, check_inputs),
         known or config.dtype or torch.float32,
         device_type,
     )

@@ -24,16 +24,21 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-from .attention import choose_backend
+from .balance import Kept, Work
 from .boundary import BaseModelBoundary, CausalLMBoundary, HeadBoundary
 from .cache import PREFILL_CACHES
 from .communicators import choose_communicator
 from .errors import ConfigurationError, UnsupportedModel
+from .kernels import KINDS
 from .layout import strategies
 from .session import Options, Session
 from .topology import Topology, num_experts
 
 __all__ = ["Family", "apply", "disabled", "family_of", "register_family", "remove"]
+
+
+def _attention_head_dim(config: Any) -> dict[str, int]:
+    return {"attention": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads}
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,9 @@ class Family:
 
     ``module`` is its modeling module, ``base_model`` the class that runs the layers, ``classes`` maps the names of
     further classes to what is mixed in front of them. ``versions`` are the transformers releases it was checked with.
-    ``refuse(config)`` returns why a config cannot be served, or ''.
+    ``refuse(config)`` returns why a config cannot be served, or ''. ``head_dims(config)`` names the kinds of kernels
+    that a layer uses, with their head size; ``work(config)`` says what a layer costs, ``kept(config)`` what a row
+    leaves in the caches. With ``own_decoding``, decoding steps run on our kernels.
     """
 
     model_type: str
@@ -51,6 +58,10 @@ class Family:
     classes: dict[str, type]
     versions: str = ">=5.24,<5.25"
     refuse: Callable[[Any], str] = lambda config: ""
+    head_dims: Callable[[Any], dict[str, int]] = _attention_head_dim
+    work: Callable[[Any], Work] = Work.of
+    kept: Callable[[Any], list[Kept]] = Kept.of
+    own_decoding: bool = False
 
 
 _FAMILIES: dict[str, Family] = {}
@@ -101,25 +112,30 @@ def open_session(
     """Check every option against the model and the run, and connect the process groups."""
     strategy, cache = options.strategy, options.cache
     topology = topology or Topology()
-    family_of(config)
+    family = family_of(config)
     topology.check_model(config)
     if strategy != "auto" and strategy not in strategies():
         raise ConfigurationError(f"strategy {strategy!r} is not known; use 'auto' or one of {strategies()}")
     if cache not in PREFILL_CACHES:
         raise ConfigurationError(f"cache {cache!r} is not known; use one of {sorted(PREFILL_CACHES)}")
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    backend, attention_reason = choose_backend(options.attention, device_type, dtype, head_dim)
+    sizes = family.head_dims(config)
+    if extra := sorted(kind for kind, name in options.kernels.items() if name != "auto" and kind not in sizes):
+        raise ConfigurationError(f"{config.model_type} has no {' and no '.join(extra)}; leave {', '.join(extra)} out")
+    kernels, reasons = {}, {}
+    for kind, size in sizes.items():
+        asked = options.kernels.get(kind, "auto")
+        kernels[kind], reasons[kind] = KINDS[kind].choose(asked, device_type, dtype, size)
     top_k = getattr(config, "num_experts_per_tok", None) or 0
     name, communicator_reason = choose_communicator(
         options.communicator, num_experts(config), top_k, topology.ep, device_type
     )
-    reasons = {
+    reasons |= {
         "strategy": "decided for each forward by work and bytes" if strategy == "auto" else "asked for",
-        "attention": attention_reason,
         "communicator": communicator_reason,
-        "cache": "every rank holds the whole cache, so decoding is transformers' own",
+        "cache": "every rank holds the whole cache, so decoding needs no other rank",
     }
-    return Session(config, topology.connect(device_type), options, backend, name, reasons)
+    groups = topology.connect(device_type)
+    return Session(config, groups, options, kernels, family.work(config), family.own_decoding, name, reasons)
 
 
 def apply(
@@ -128,17 +144,20 @@ def apply(
     *,
     strategy: str = "auto",
     attention: str = "auto",
+    sparse_attention: str = "auto",
+    indexer: str = "auto",
     communicator: str = "auto",
     cache: str = "replicated",
     check_inputs: bool = True,
 ) -> nn.Module:
     """Make a loaded model, whole on every rank, run context-parallel; returns the same model.
 
-    ``strategy`` is "zigzag", "interleave", "auto" or a registered name; ``attention`` a backend's name or "auto";
-    ``communicator`` "all_to_all", "gather", "local" or "auto"; ``cache`` what prefill leaves behind. With
-    ``check_inputs`` each forward compares a checksum of its inputs over the ranks. With ``tp`` or ``ep`` above 1
-    each rank keeps its part of the weights only. Call it after transformers has loaded, quantised and placed the
-    model, and before ``torch.compile``. A model that is patched already is patched anew.
+    ``strategy`` is "zigzag", "interleave", "auto" or a registered name. ``attention``, and for families that select
+    keys ``sparse_attention`` and ``indexer``, are a backend's name or "auto". ``communicator`` is "all_to_all",
+    "gather", "local" or "auto"; ``cache`` says what prefill leaves behind. With ``check_inputs`` each forward compares
+    a checksum of its inputs over the ranks. With ``tp`` or ``ep`` above 1 each rank keeps its part of the weights only.
+    Call it after transformers has loaded, quantised and placed the model, and before ``torch.compile``. A model that is
+    patched already is patched anew.
 
     Raises ``ConfigurationError`` or ``UnsupportedModel``, and changes nothing then.
     """
@@ -148,7 +167,8 @@ def apply(
     if session_of(model) is None and session_of(base) is not None:
         raise UnsupportedModel("a part of this model is patched already: cpkit.remove(model.base_model) first")
     first = next(base.parameters())
-    options = Options(strategy, attention, communicator, cache, check_inputs)
+    kernels = {"attention": attention, "sparse_attention": sparse_attention, "indexer": indexer}
+    options = Options(strategy, kernels, communicator, cache, check_inputs)
     session = open_session(base.config, topology, options, first.dtype, _device_of(model).type)
     if session_of(model) is not None:
         remove(model)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,24 +27,27 @@ from .trace import Event, record
 __all__ = ["AllRows", "ListedRows", "Pending", "divided", "exchange", "gather_uneven", "issue", "scatter_sums"]
 
 
-@dataclass
 class Pending:
-    """Rows on their way; ``wait()`` returns them. Wait in the order of issue."""
+    """Rows on their way; ``wait()`` returns them, the second time too. Issue in the same order on all ranks; wait in
+    any."""
 
-    work: dist.Work | None
-    finish: Callable[[], torch.Tensor]
-    event: Event | None = None
+    def __init__(self, work: dist.Work | None, finish: Callable[[], Any], event: Event | None = None):
+        self.work, self.event = work, event
+        self.finish: Callable[[], Any] | None = finish
+        self.result: Any = None
 
-    def wait(self) -> torch.Tensor:
-        if self.work is not None and self.event is not None:
-            with watched(self.event.name):
-                self.work.wait()
-            self.event.end = time.perf_counter()
-        return self.finish()
+    def wait(self) -> Any:
+        if self.finish is not None:
+            if self.work is not None and self.event is not None:
+                with watched(self.event.name):
+                    self.work.wait()
+                self.event.end = time.perf_counter()
+            self.result, self.finish, self.work = self.finish(), None, None
+        return self.result
 
-    def then(self, step: Callable[[torch.Tensor], torch.Tensor]) -> Pending:
-        """The same, with ``step`` applied to what arrives."""
-        return Pending(self.work, lambda: step(self.finish()), self.event)
+    def then(self, step: Callable[[Any], Any]) -> Pending:
+        """What ``step`` makes of what arrives, once it is waited for."""
+        return Pending(None, lambda: step(self.wait()))
 
 
 def issue(

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache
 
-from .attention import Backend
+from .backends import Backend
 from .balance import Work, choose_strategy
 from .batch import Batch, read_batch
 from .cache import PREFILL_CACHES
 from .context import ForwardContext
 from .errors import CpkitError, UnsupportedInput
 from .faults import agree, checksum
-from .layout import layout
+from .layout import layout, strategies
 from .rows import divided, gather_uneven
-from .topology import Groups
+from .topology import Group, Groups
 
 __all__ = ["Options", "Session"]
 
@@ -26,35 +28,39 @@ _PADDED_WINDOW = (
     "padding inside the cached prefix of a sliding-window model: its window counts padding; "
     "pad prompts on the left, or send one request at a time"
 )
-ATTENTION_NAME = "cpkit"  # our own entry in transformers' attention registry
 
 
 @dataclass(frozen=True)
 class Options:
     """What the caller asked for; see ``cpkit.apply``."""
 
-    strategy: str
-    attention: str
-    communicator: str
-    cache: str
-    check_inputs: bool
+    strategy: str = "auto"
+    kernels: Mapping[str, str] = field(default_factory=dict)  # names by kind; those left out are "auto"
+    communicator: str = "auto"
+    cache: str = "replicated"
+    check_inputs: bool = True
 
 
 @dataclass(eq=False)
 class Session:
-    """The state that a patched model carries. ``context`` is set while a context-parallel forward runs."""
+    """The state that a patched model carries. ``context`` is set while a context-parallel forward runs.
+
+    With ``own_decoding``, decoding steps run on our kernels too; else they are transformers' own.
+    """
 
     config: Any
     groups: Groups
     options: Options
-    backend: Backend
+    kernels: dict[str, Backend]
+    work: Work
+    own_decoding: bool
     communicator: str
     reasons: dict[str, str]
     enabled: bool = True
     context: ForwardContext | None = None
     last_strategy: tuple[str, str] | None = None
     undo: list = field(default_factory=list)
-    _attention_configs: dict[int, Any] = field(default_factory=dict)
+    _attention_configs: dict[tuple[int, str], Any] = field(default_factory=dict)
 
     def __deepcopy__(self, memo):
         raise CpkitError(
@@ -72,13 +78,13 @@ class Session:
         """Whether a forward is context-parallel: all but decoding steps, one new token on top of a cache."""
         return self.enabled and (new_tokens > 1 or cache is None or int(cache.get_seq_length()) == 0)
 
-    def attention_config(self, plain: Any) -> Any:
-        """``plain`` under our attention's name, for the attention modules while a context-parallel forward runs."""
-        if id(plain) not in self._attention_configs:
+    def attention_config(self, plain: Any, name: str) -> Any:
+        """``plain`` under our attention's ``name``, for the attention modules while a context-parallel forward runs."""
+        if (id(plain), name) not in self._attention_configs:
             ours = copy.copy(plain)
-            ours._attn_implementation_internal = ATTENTION_NAME
-            self._attention_configs[id(plain)] = ours
-        return self._attention_configs[id(plain)]
+            ours._attn_implementation_internal = name
+            self._attention_configs[id(plain), name] = ours
+        return self._attention_configs[id(plain), name]
 
     def enter(
         self,
@@ -106,13 +112,26 @@ class Session:
         name = self.options.strategy
         if name == "auto":
             size = self.groups.cp.size
-            name, reason = choose_strategy(Work.of(self.config), batch.lengths, batch.prefixes, size)
+            name, reason = choose_strategy(self.work, batch.lengths, batch.prefixes, size)
             self.last_strategy = name, reason
-        placed = layout(name, batch.lengths, batch.prefixes, self.groups.cp.size)
-        context = ForwardContext(batch, placed, self.groups, self.backend, self.device)
+        return self._context(batch, name, self.groups, use_cache, cache)
+
+    def _context(
+        self, batch: Batch, strategy: str, groups: Groups, use_cache: bool, cache: Cache | None
+    ) -> tuple[ForwardContext, Cache | None]:
+        placed = layout(strategy, batch.lengths, batch.prefixes, groups.cp.size)
+        context = ForwardContext(batch, placed, groups, self.kernels, self.device)
         store = DynamicCache(config=self.config) if use_cache and cache is None else cache
         context.cache = PREFILL_CACHES[self.options.cache](context, store)
         return context, store
+
+    def enter_own_decode(self, inputs: dict[str, torch.Tensor | None], cache: Cache) -> ForwardContext:
+        """The context of a decoding step on our kernels: every rank holds all rows, one a request, and nothing
+        travels."""
+        batch = self._read(inputs, int(cache.get_seq_length()), True)
+        alone = Group((self.groups.rank,), 0)
+        groups = dataclasses.replace(self.groups, cp=alone, tp=alone)
+        return self._context(batch, strategies()[0], groups, True, cache)[0]
 
     def enter_decode(self, tokens: torch.Tensor, attention_mask: torch.Tensor | None, cache: Cache | None) -> None:
         """The entry of a decoding step, which is transformers' own: the ranks must take the same step."""

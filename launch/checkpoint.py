@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 import cpkit
 from cpkit import ConfigurationError, Topology
+from cpkit.kernels import KINDS
 
 from .ranks import Ranks
 from .recipe import Loaded
@@ -133,7 +134,7 @@ def quiet(warnings: bool = False) -> Iterator[None]:
 def load_cp(loaded: Loaded, path: str, topology: Topology | None = None) -> nn.Module:
     """The model as the recipe says, or with another topology; every rank calls it."""
     recipe = loaded.recipe
-    options = {name: getattr(recipe, name) for name in ("strategy", "attention", "communicator", "cache", "dtype")}
+    options = {name: getattr(recipe, name) for name in ("strategy", *KINDS, "communicator", "cache", "dtype")}
     with quiet():
         return cpkit.from_pretrained(
             path,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import transformers
 
 import cpkit
-from cpkit.attention import _BACKENDS
+from cpkit.kernels import KINDS
 
 __all__ = ["doctor"]
 
@@ -30,7 +30,7 @@ def doctor() -> dict[str, Any]:
         "devices": _devices(),
         "attention": {
             "asked": f"{device}, {str(dtype).removeprefix('torch.')}, head size {HEAD_DIM}",
-            "backends": {name: b.missing(device, dtype, HEAD_DIM) for name, b in _BACKENDS.items()},
+            "backends": {name: b.missing(device, dtype, HEAD_DIM) for name, b in KINDS["attention"].known.items()},
         },
         "process_groups": _process_groups(),
         "families": _families(),

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
 from cpkit import ConfigurationError, Topology
-from cpkit.balance import Work, choose_strategy, imbalance
+from cpkit.balance import choose_strategy, imbalance
 from cpkit.communicators import choose_communicator, expected_copies
 from cpkit.layout import Layout, layout
 from cpkit.patch import family_of, open_session, shard
@@ -38,14 +38,14 @@ def plan(loaded: Loaded, tokens: int | None = None) -> dict[str, Any]:
     """
     recipe, config, dtype = loaded.recipe, config_of(loaded), dtype_of(loaded)
     topology = recipe.topology.topology()
-    family_of(config)
+    family = family_of(config)
     topology.check_model(config)
     if topology.pp > 1:
         raise ConfigurationError(f"topology.pp = {topology.pp}: pipeline stages are not supported yet; use pp=1")
     tokens = tokens or recipe.max_tokens or (recipe.prompt.tokens if recipe.prompt else None)
     if tokens is None:
         raise ConfigurationError(f"{loaded.name} names no length; give --tokens, or max_tokens in the recipe")
-    work = Work.of(config)
+    work = family.work(config)
     strategy, why = recipe.strategy, "asked for"
     if strategy == "auto":
         strategy, why = choose_strategy(work, (tokens,), (0,), topology.cp)
@@ -148,7 +148,7 @@ def _apart(function: Callable[..., int], *args: Any) -> int:
 def _weight_bytes(config: Any, topology: Topology, dtype: torch.dtype) -> int:
     """Of rank 0, which holds the largest part, sharded by the code that shards real weights."""
     with _pretended_ranks(topology.world):
-        session = open_session(config, topology, Options("auto", "torch", "auto", "replicated", False), dtype, "cpu")
+        session = open_session(config, topology, Options(check_inputs=False), dtype, "cpu")
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         with quiet(warnings=True):  # of rules that match no layer of this model

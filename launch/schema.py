@@ -9,9 +9,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cpkit import ConfigurationError, Topology
-from cpkit.attention import backends
 from cpkit.cache import PREFILL_CACHES
 from cpkit.communicators import COMMUNICATORS
+from cpkit.kernels import KINDS
 from cpkit.layout import strategies
 
 __all__ = ["Generation", "Hardware", "Prompt", "Recipe", "Sizes", "nearest", "validated"]
@@ -91,6 +91,8 @@ class Recipe(Strict):
     topology: Sizes = Sizes()
     strategy: str = "auto"
     attention: str = "auto"
+    sparse_attention: str = "auto"
+    indexer: str = "auto"
     communicator: str = "auto"
     cache: str = "replicated"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -104,7 +106,7 @@ class Recipe(Strict):
     def _known_names(self) -> Recipe:
         known = {
             "strategy": ["auto", *strategies()],
-            "attention": ["auto", *backends()],
+            **{kind: ["auto", *registry.names] for kind, registry in KINDS.items()},
             "communicator": ["auto", "local", *COMMUNICATORS],
             "cache": list(PREFILL_CACHES),
         }

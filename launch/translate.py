@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from cpkit import ConfigurationError, Topology
-from cpkit.attention import backends
+from cpkit.attention import ATTENTION
 from cpkit.layout import strategies
 
 from .schema import nearest, validated
@@ -127,7 +127,9 @@ def _strategy(found: dict[str, Any]) -> str:
 
 def _attention(found: dict[str, Any], notes: list[str]) -> str:
     name = found.get("attention", "auto")
-    if name != "auto" and name not in _BACKENDS and name not in backends():
-        notes.append(f"--attention-backend {name} has no counterpart: attention is 'auto' ({', '.join(backends())})")
+    if name != "auto" and name not in _BACKENDS and name not in ATTENTION.names:
+        notes.append(
+            f"--attention-backend {name} has no counterpart: attention is 'auto' ({', '.join(ATTENTION.names)})"
+        )
         return "auto"
     return _BACKENDS.get(name, name)

@@ -3,6 +3,6 @@
 if __name__ != "cpkit.models":
     raise ImportError(f"this folder is the package cpkit.models, imported here as {__name__!r}: import cpkit.models")
 
-from . import gqa, qwen3_moe
+from . import deepseek_v32, glm_moe_dsa, gqa, qwen3_moe
 
-__all__ = ["gqa", "qwen3_moe"]
+__all__ = ["deepseek_v32", "glm_moe_dsa", "gqa", "qwen3_moe"]

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpkit import ConfigurationError
+from cpkit.attention import ATTENTION, Piece, attend, flash, pieces, reference, sdpa
 from cpkit.attention import Backend as BackendRecord
-from cpkit.attention import Piece, attend, backends, choose_backend, flash, pieces, reference, sdpa
 from cpkit.layout import layout
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 8
@@ -145,13 +145,13 @@ def test_zigzag_is_one_paged_launch_and_interleave_one_a_class():
 
 
 def test_backends_are_chosen_by_capability_with_reasons():
-    backend, why = choose_backend("auto", "cpu", torch.float32, 64)
+    backend, why = ATTENTION.choose("auto", "cpu", torch.float32, 64)
     assert backend.name == "torch" and "varlen: runs on CUDA, not cpu" in why
-    assert backends() == ["flash3", "flash4", "flash2", "varlen", "torch"]
+    assert ATTENTION.names == ["flash3", "flash4", "flash2", "varlen", "torch"]
     with pytest.raises(ConfigurationError, match="'flash2' cannot serve: runs on CUDA, not cpu"):
-        choose_backend("flash2", "cpu", torch.float32, 64)
+        ATTENTION.choose("flash2", "cpu", torch.float32, 64)
     with pytest.raises(ConfigurationError, match="'flahs' is not known"):
-        choose_backend("flahs", "cpu", torch.float32, 64)
+        ATTENTION.choose("flahs", "cpu", torch.float32, 64)
     flash2 = next(b for b in flash.BACKENDS if b.name == "flash2")
     assert flash2.missing("cuda", torch.float32, 64).startswith("takes bfloat16")
     assert flash2.missing("cuda", torch.bfloat16, 64) == "No module named 'flash_attn'; pip install flash-attn"

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpkit import ConfigurationError
-from cpkit.balance import Work, choose_strategy, imbalance
+from cpkit.balance import Term, Work, choose_strategy, imbalance
 from cpkit.layout import Segment, layout, register_strategy, strategies
 from cpkit.layout.zigzag import block_edges
 
-DENSE = Work(row_flops=1e6, key_flops=4096.0, window=None)
+DENSE = Work(1e6, (Term(4096.0),))
 
 
 def rows(strategy, lengths, size, prefixes=None):

@@ -13,6 +13,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import cpkit
+import cpkit.models  # noqa: F401  (its attention functions are registered when it is first needed)
 from cpkit import ConfigurationError, CpkitError, Topology, UnsupportedModel
 
 from .cases import TOLERANCE

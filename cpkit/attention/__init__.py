@@ -16,15 +16,15 @@ A backend is a function ``run(query, key, value, pieces, scale) -> (out, lse)``:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ..errors import ConfigurationError
+from ..backends import Backend, Registry
 from ..layout import Segment
 
-__all__ = ["Backend", "Piece", "attend", "backends", "choose_backend", "merge", "pieces", "register_backend"]
+__all__ = ["ATTENTION", "Backend", "Piece", "attend", "merge", "pieces"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,10 @@ class Piece:
 
 
 def pieces(
-    segments: Sequence[Segment], key_starts: Sequence[int], kept: Sequence[int], window: int | None = None
+    segments: Sequence[Segment],
+    key_starts: Sequence[int] | Mapping[int, int],
+    kept: Sequence[int],
+    window: int | None = None,
 ) -> list[list[Piece]]:
     """Rounds of pieces; each round tiles the segments' query rows in order, and a row's rounds are to be merged.
 
@@ -82,49 +85,7 @@ def merge(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Ten
     return sum(out.float() * weight.unsqueeze(-1) for (out, _), weight in zip(parts, weights, strict=True)), lse
 
 
-Run = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class Backend:
-    """A kernel that computes pieces. ``missing(device_type, dtype, head_dim)`` says why it cannot serve, or ''."""
-
-    name: str
-    run: Run
-    missing: Callable[[str, torch.dtype, int], str]
-
-
-_BACKENDS: dict[str, Backend] = {}
-
-
-def register_backend(backend: Backend) -> None:
-    """Make a backend available under its name; the first registered that can serve is what ``auto`` takes."""
-    if backend.name == "auto" or backend.name in _BACKENDS:
-        raise ConfigurationError(f"attention backend name {backend.name!r} is taken; registered are {backends()}")
-    _BACKENDS[backend.name] = backend
-
-
-def backends() -> list[str]:
-    """Names of the registered backends, in the order in which ``auto`` tries them."""
-    return list(_BACKENDS)
-
-
-def choose_backend(name: str, device_type: str, dtype: torch.dtype, head_dim: int) -> tuple[Backend, str]:
-    """The backend to use and why. Raises ``ConfigurationError`` where ``name`` is unknown or cannot serve."""
-    if name != "auto":
-        if name not in _BACKENDS:
-            raise ConfigurationError(f"attention backend {name!r} is not known; use 'auto' or one of {backends()}")
-        reason = _BACKENDS[name].missing(device_type, dtype, head_dim)
-        if reason:
-            raise ConfigurationError(f"attention backend {name!r} cannot serve: {reason}; use 'auto' or 'torch'")
-        return _BACKENDS[name], "asked for"
-    passed: list[str] = []
-    for backend in _BACKENDS.values():
-        reason = backend.missing(device_type, dtype, head_dim)
-        if not reason:
-            return backend, "; ".join([*passed, f"{backend.name} is the first that can serve"])
-        passed.append(f"{backend.name}: {reason}")
-    raise ConfigurationError("no attention backend can serve: " + "; ".join(passed))
+ATTENTION = Registry("attention")
 
 
 def attend(
@@ -143,4 +104,4 @@ from .flash import BACKENDS as _FLASH  # noqa: E402  (they need Piece and Backen
 from .sdpa import BACKEND as _SDPA  # noqa: E402
 
 for _backend in (*_FLASH, _SDPA):
-    register_backend(_backend)
+    ATTENTION.register(_backend)

@@ -16,7 +16,8 @@ from itertools import accumulate, groupby
 
 import torch
 
-from . import Backend, Piece
+from ..backends import Backend
+from . import Piece
 
 PAGE = 256  # keys a page; FlashAttention-2 takes multiples of 256
 

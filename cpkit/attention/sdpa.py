@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from . import Backend, Piece
+from ..backends import Backend
+from . import Piece
 
 BLOCK = 256  # queries a masked call takes at once
 
