@@ -45,6 +45,11 @@ class ForwardContext:
         """Real rows of this rank."""
         return self.layout.local_rows[self.groups.cp.rank]
 
+    @property
+    def longest(self) -> int:
+        """Keys that the last row of the longest request sees."""
+        return max(p + n for p, n in zip(self.batch.prefixes, self.batch.lengths, strict=True))
+
     @cached_property
     def held(self) -> torch.Tensor:
         """The global rows that run through the model here, in local order: ``[max(local_rows, 1)]`` on the CPU."""

@@ -27,6 +27,7 @@ from .balance import Kept, Term, Work
 from .boundary import AttentionBoundary, refuse_unknown
 from .cache import PrefillCache
 from .context import ForwardContext
+from .indexer import everything
 from .layout import Segment
 from .rows import Pending, gather_padded
 
@@ -57,30 +58,34 @@ class IndexerBoundary(Indexer):
             return super().forward(hidden_states, q_resid, position_embeddings, attention_mask, position_ids, cache)
         context = cache.context
         keys = cache.update_indexer(self._keys(hidden_states, position_embeddings), self.layer_idx)
-        tp = context.groups.tp
-        mine = slice(tp.rank, context.local_rows, tp.size)  # strided, so that the TP ranks have equal work
-        cos, sin = position_embeddings
-        query = self._queries(q_resid[:, mine], (cos[:, mine], sin[:, mine]))
-        weights = self.weights_proj(hidden_states[:, mine].to(self.weights_proj.weight.dtype)).float()[0]
-        weights = weights * (self.n_heads**-0.5 * self.softmax_scale)
-        key = keys.wait()
-        spans = cache.spans[self.layer_idx]
-        starts, ends = context.visible(spans)
-        topk = min(self.index_topk, max(length for _, length in spans))
-        selected = context.kernels["indexer"].run(query, weights, key, starts[mine], ends[mine], topk)
-        selected = _together(selected, context)
-        if not context.local_rows:  # the stand-in row
-            selected = selected.new_zeros(1, topk)
+        topk = min(self.index_topk, context.longest)
+        if not context.local_rows:
+            keys.wait()
+            selected = torch.zeros(1, topk, dtype=torch.int32, device=context.device)  # of the stand-in row
+        elif context.longest <= topk:
+            keys.wait()
+            selected = everything(*context.visible(cache.spans[self.layer_idx]), topk).to(context.device)
+        else:
+            tp = context.groups.tp
+            mine = slice(tp.rank, context.local_rows, tp.size)  # strided, so that the TP ranks have equal work
+            query, weights = self._queries(hidden_states[:, mine], q_resid[:, mine], position_embeddings, mine)
+            key = keys.wait()
+            starts, ends = context.visible(cache.spans[self.layer_idx])
+            kernel = context.kernels["indexer"]
+            selected = _together(kernel.run(query, weights, key, starts[mine], ends[mine], topk), context)
         return selected.unsqueeze(0)
 
     def _keys(self, hidden_states, position_embeddings):
         """``[1, held, dim]`` of this rank's rows."""
         return self._rotated(self.k_norm(self.wk(hidden_states)).unsqueeze(2), *position_embeddings).squeeze(2)
 
-    def _queries(self, q_resid, position_embeddings):
-        """``[rows, heads, dim]``."""
+    def _queries(self, hidden_states, q_resid, position_embeddings, rows):
+        """``[rows, heads, dim]``, and what each head of a row weighs, with the scales: ``[rows, heads]`` fp32."""
+        cos, sin = position_embeddings
         query = self.wq_b(q_resid).unflatten(-1, (self.n_heads, self.head_dim))
-        return self._rotated(query, *position_embeddings)[0]
+        weights = self.weights_proj(hidden_states.to(self.weights_proj.weight.dtype)).float()
+        scale = self.n_heads**-0.5 * self.softmax_scale
+        return self._rotated(query, cos[:, rows], sin[:, rows])[0], weights[0] * scale
 
     def _rotated(self, x, cos, sin):
         """The model's own rotation of the first numbers of each ``[1, rows, heads, dim]`` vector."""
@@ -93,9 +98,9 @@ class IndexerBoundary(Indexer):
 def _together(selected: torch.Tensor, context: ForwardContext) -> torch.Tensor:
     """The selections of all local rows, of which each TP rank made every ``tp``-th."""
     tp, rows = context.groups.tp, context.local_rows
-    most = -(-rows // tp.size)
-    if tp.size == 1 or not most:
+    if tp.size == 1:
         return selected
+    most = -(-rows // tp.size)
     gathered = gather_padded(selected, most, rows, tp, "selected keys").wait()
     return gathered.view(tp.size, most, -1).transpose(0, 1).flatten(0, 1)[:rows]
 

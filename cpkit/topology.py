@@ -93,11 +93,12 @@ class Topology:
                     f"tp={self.tp} does not divide {name}={heads}; tp can be one of {_divisors(heads)}"
                 )
         block = _scale_block(config)
-        if block and (rows := self._key_rows(config)) % block:
-            raise ConfigurationError(
-                f"tp={self.tp} leaves a rank {rows} rows of k_proj, and the checkpoint has one FP8 scale for each "
-                f"{block}; use a smaller tp, or a 16-bit checkpoint"
-            )
+        for name, size in _divided_sizes(config).items() if block and self.tp > 1 else ():
+            if size // self.tp % block:
+                raise ConfigurationError(
+                    f"tp={self.tp} leaves a rank {size // self.tp} rows of {name}, and the checkpoint has one FP8 "
+                    f"scale for each {block}; use a smaller tp, or a 16-bit checkpoint"
+                )
         if self.ep > 1:
             experts = num_experts(config)
             if not experts:
@@ -106,11 +107,6 @@ class Topology:
                 raise ConfigurationError(
                     f"ep={self.ep} does not divide the model's {experts} experts; ep can be one of {_divisors(experts)}"
                 )
-
-    def _key_rows(self, config) -> int:
-        """Rows of k_proj on a rank."""
-        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return config.num_key_value_heads * head // self.tp
 
     def connect(self, device_type: str | None = None, timeout: timedelta | None = None) -> Groups:
         """Build the process groups (once per process group and topology), starting ``torch.distributed`` if needed.
@@ -153,6 +149,17 @@ def _scale_block(config) -> int:
     quantization = getattr(config, "quantization_config", None) or {}
     given = quantization if isinstance(quantization, dict) else quantization.to_dict()
     return (given.get("weight_block_size") or [0])[0] if given.get("quant_method") == "fp8" else 0
+
+
+def _divided_sizes(config) -> dict[str, int]:
+    """The narrowest sides of the projections that TP divides, whole."""
+    heads = config.num_attention_heads
+    if hasattr(config, "kv_lora_rank"):
+        shared = config.moe_intermediate_size * config.n_shared_experts
+        width = config.qk_nope_head_dim + config.v_head_dim
+        return {"kv_b_proj": heads * width, "o_proj": heads * config.v_head_dim, "shared_experts": shared}
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return {"k_proj": config.num_key_value_heads * head_dim}
 
 
 def num_experts(config) -> int:

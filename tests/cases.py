@@ -95,9 +95,19 @@ def present(model: PreTrainedModel, case: Case, number: int, mask: torch.Tensor)
     return arguments, mask, where
 
 
+def local_heads(model: PreTrainedModel) -> slice:
+    """The key heads that a rank's cache holds of the plain model's: latents are all ranks'."""
+    session = model.cp_session
+    if hasattr(model.config, "kv_lora_rank"):
+        return slice(None)
+    heads = model.config.num_key_value_heads // session.groups.topology.tp
+    return slice(session.groups.tp.rank * heads, (session.groups.tp.rank + 1) * heads)
+
+
 @torch.no_grad()
-def check(model: PreTrainedModel, case: Case, expected: list[Alone], kv_heads: slice = slice(None)) -> float:
+def check(model: PreTrainedModel, case: Case, expected: list[Alone]) -> float:
     """Run the case through ``model``; the largest difference of any real row or cache entry. Asserts shapes."""
+    kv_heads = local_heads(model)
     cache, worst = DynamicCache(config=model.config), 0.0
     mask = torch.zeros(len(case.prompts), 0, dtype=torch.int64)
     real: list[list[int]] = [[] for _ in case.prompts]  # cache slots of each request
@@ -123,11 +133,14 @@ def check(model: PreTrainedModel, case: Case, expected: list[Alone], kv_heads: s
         assert cache.get_seq_length() == past + width
     for i, slots in enumerate(real):
         for mine, theirs in zip(cache.layers, expected[i].cache.layers, strict=True):
-            for a, b in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+            pairs = [(mine.keys, theirs.keys[:, kv_heads]), (mine.values, theirs.values[:, kv_heads])]
+            if getattr(theirs, "is_indexer_initialized", False):
+                pairs.append((mine.indexer_keys.unsqueeze(1), theirs.indexer_keys.unsqueeze(1)))
+            for a, b in pairs:
                 entry = a[0 if packed else i][:, slots]
                 assert a.dtype == b.dtype
                 if len(slots):
-                    worst = max(worst, float((entry - b[0, kv_heads]).abs().max()))
+                    worst = max(worst, float((entry - b[0]).abs().max()))
     return worst
 
 

@@ -74,7 +74,7 @@ def _loaded(folder, topology):
     logits = model(ids).logits
     generated = model.generate(ids, max_new_tokens=5, do_sample=False)
     held, taken = local_parameters(model), sum(n for _, n in read)
-    assert model.config.architectures == ["Qwen3MoeForCausalLM"]
+    assert model.config.architectures == [type(model).__name__]
     cpkit.remove(model)
     with torch.no_grad():
         whole = model(ids).logits
@@ -112,6 +112,34 @@ def test_bf16_and_options_of_transformers_pass_through(folder):
         cpkit.from_pretrained(folder, device_map="auto")
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+def test_sparse_families_load_sharded(tmp_path, kind):
+    """Latents and indexers whole on every rank, heads and experts divided; routers stay in fp32 in a bf16 model."""
+    plain, ids = make(kind), tokens(2, 41)
+    plain.save_pretrained(tmp_path, max_shard_size="200KB")
+    with torch.no_grad():
+        expected = plain(ids).logits
+    experts = sum(p.numel() for name, p in plain.named_parameters() if ".experts." in name)
+    everything = sum(p.numel() for p in plain.parameters())
+    biases = sum(b.numel() for name, b in plain.named_buffers() if name.endswith("e_score_correction_bias"))
+
+    def run(topology):
+        logits, _, held, taken, whole = _loaded(tmp_path, topology)
+        small = cpkit.from_pretrained(tmp_path, topology=topology, dtype="bfloat16")
+        dtypes = {name: t.dtype for name, t in [*small.named_parameters(), *small.named_buffers()]}
+        kept = {d for name, d in dtypes.items() if name.endswith(("gate.weight", "e_score_correction_bias"))}
+        assert kept == {torch.float32} and dtypes["lm_head.weight"] == torch.bfloat16
+        assert torch.isfinite(small(ids).logits).all()
+        return logits, held, taken, whole
+
+    for topology in (Topology(cp=2, ep=2), Topology(cp=2, tp=2, ep=4)):
+        for logits, held, taken, whole in run_ranks(topology.world, run, topology):
+            assert (logits - expected).abs().max() <= TOLERANCE
+            assert held + biases == taken, "a rank read more of the files than it keeps"
+            assert held <= everything - experts + experts // topology.ep
+            assert torch.equal(whole, expected)
+
+
 def test_options_are_checked_before_weights_are_read(tmp_path):
     make().config.save_pretrained(tmp_path)  # no weights there at all
     with pytest.raises(ConfigurationError, match="strategy 'zigzga' is not known"):
@@ -144,15 +172,15 @@ def test_a_missing_tensor_is_an_error(tmp_path):
         cpkit.from_pretrained(tmp_path)
 
 
-def quantised(folder, **overrides):
+def quantised(folder, kind="qwen3_moe", **overrides):
     """A published-style FP8 checkpoint (one scale a block of 128 x 128), and the model of its dequantised weights."""
     sizes = dict(hidden_size=128, intermediate_size=256, moe_intermediate_size=128, head_dim=64, num_attention_heads=4)
-    model = make(**sizes | overrides)
+    model = make(kind, **sizes | overrides)
     model.save_pretrained(folder)
     file = folder / "model.safetensors"
     state, exact = safetensors.torch.load_file(file), {}
     for name, weight in list(state.items()):
-        if weight.ndim == 2 and "_proj" in name:
+        if weight.ndim == 2 and "_proj" in name and "weights_proj" not in name:
             blocks = weight.view(weight.shape[0] // 128, 128, weight.shape[1] // 128, 128)
             scale = blocks.abs().amax((1, 3)) / 448
             small = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
@@ -165,17 +193,33 @@ def quantised(folder, **overrides):
     reference = type(model).from_pretrained(folder).eval()
     safetensors.torch.save_file(state, file, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = dict(quant_method="fp8", weight_block_size=[128, 128], activation_scheme="dynamic")
+    plain = ["lm_head", "weights_proj", "wq_b", "wk"]
+    config["quantization_config"] = dict(
+        quant_method="fp8", weight_block_size=[128, 128], activation_scheme="dynamic", modules_to_not_convert=plain
+    )
     (folder / "config.json").write_text(json.dumps(config))
     return reference
 
 
+LATENTS = dict(
+    moe_intermediate_size=256,
+    q_lora_rank=128,
+    kv_lora_rank=128,
+    qk_rope_head_dim=128,
+    qk_nope_head_dim=64,
+    v_head_dim=64,
+    index_head_dim=128,
+)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v32"])
 @pytest.mark.parametrize("topology", [Topology(cp=2), Topology(cp=2, ep=2), Topology(tp=2, ep=2)], ids=str)
-def test_fp8_checkpoints_are_unpacked_exactly(tmp_path, topology):
+def test_fp8_checkpoints_are_unpacked_exactly(tmp_path, topology, kind):
     """transformers has no FP8 product on the CPU, so the weights are unpacked while they load, each rank its own."""
     from transformers import FineGrainedFP8Config
 
-    reference, ids = quantised(tmp_path, head_dim=64 * topology.tp), tokens(1, 37)
+    sizes = LATENTS if kind == "deepseek_v32" else dict(head_dim=64 * topology.tp)
+    reference, ids = quantised(tmp_path, kind, **sizes), tokens(1, 37)
     with torch.no_grad():
         expected = reference(ids).logits
 

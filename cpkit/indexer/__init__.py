@@ -47,10 +47,10 @@ def blocks(
             first = last
 
 
-def everything(ends: torch.Tensor, start: int, topk: int) -> torch.Tensor:
-    """``[rows, topk]`` int32: all keys from ``start`` to each row's end, then ``-1``."""
-    position = start + torch.arange(topk, dtype=torch.int32)
-    return torch.where(position < ends.unsqueeze(1), position, -1)
+def everything(starts: torch.Tensor, ends: torch.Tensor, topk: int) -> torch.Tensor:
+    """``[rows, topk]`` int32: all keys from each row's start to its end, then ``-1``."""
+    position = starts.unsqueeze(1) + torch.arange(topk)
+    return torch.where(position < ends.unsqueeze(1), position, -1).int()
 
 
 class Space:

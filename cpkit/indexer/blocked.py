@@ -40,7 +40,7 @@ def run(
     space = Space(query.device)
     for first, last, start, low, high in blocks(starts, ends, budget.rows):
         if high - start <= topk:
-            selected[first:last] = everything(ends[first:last], start, topk)
+            selected[first:last] = everything(starts[first:last], ends[first:last], topk)
             continue
         scores = score(query[first:last], weights[first:last], key[start:high], budget.tile, space)
         limits = (ends[first:last] - start).to(scores.device).unsqueeze(1)
