@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 import cpkit
+from cpkit import ConfigurationError, Topology
 from cpkit.topology import num_experts
 
-from .checkpoint import config_of, load_cp, load_native, load_plain
+from .checkpoint import config_of, load_alone, load_cp, load_native, load_plain
 from .peak import measured
 from .ranks import Ranks
 from .recipe import Loaded
@@ -40,15 +41,24 @@ class Entrant:
 
 
 def bench(
-    loaded: Loaded, path: str, inputs: Sequence[torch.Tensor], rounds: int, ranks: Ranks, progress: Progress
+    loaded: Loaded,
+    path: str,
+    inputs: Sequence[torch.Tensor],
+    rounds: int,
+    ranks: Ranks,
+    progress: Progress,
+    only: str = "",
 ) -> dict[str, Any]:
     """Time the prefill that ``generate`` does of each of ``inputs`` (``[1, tokens]``), ``rounds`` times in turn.
 
     All ranks call it and get the same figures: for each length and entrant seconds (of the slowest rank), ratio to
     plain transformers, bytes that a rank receives and its peak memory above what it had (of the rank with most), and
-    the largest difference of its last logits.
+    the largest difference of its last logits. ``only`` is what the names of the entrants must begin with.
     """
-    field = entrants(loaded, path, ranks)
+    everyone = entrants(loaded, path, ranks)
+    field = [entrant for entrant in everyone if entrant.name.startswith(only)]
+    if not field:
+        raise ConfigurationError(f"--only {only!r} leaves nobody; there are {', '.join(e.name for e in everyone)}")
     for entrant in field:
         progress(f"loading {entrant.name}")
         _load(entrant, ranks)
@@ -65,14 +75,18 @@ def bench(
 
 
 def entrants(loaded: Loaded, path: str, ranks: Ranks) -> list[Entrant]:
-    """Plain transformers, the recipe, the recipe with experts over all ranks, and transformers' TP and TP+EP."""
+    """Plain transformers, cpkit on one rank, the recipe, the recipe with experts over all ranks, and transformers' TP
+    and TP+EP."""
     topology, world = loaded.recipe.topology.topology(), ranks.world
+    alone = Topology(dp=world)  # rank 0 is a DP group of its own, which needs no other rank
+    alone.connect(ranks.device)
     field = [
         Entrant("transformers", False, lambda: load_plain(loaded, path, ranks)),
-        Entrant(f"cpkit {_sizes(topology)}", True, lambda: load_cp(loaded, path)),
+        Entrant("cpkit one rank", False, lambda: load_alone(loaded, path, ranks, alone)),
     ]
     if world == 1:
         return field
+    field.append(Entrant(f"cpkit {_sizes(topology)}", True, lambda: load_cp(loaded, path)))
     config = config_of(loaded)
     has_experts = num_experts(config) > 0
     spread = dataclasses.replace(topology, ep=world)
@@ -85,9 +99,8 @@ def entrants(loaded: Loaded, path: str, ranks: Ranks) -> list[Entrant]:
     return field
 
 
-def _sizes(topology: cpkit.Topology) -> str:
-    sizes = {k: v for k, v in dataclasses.asdict(topology).items() if v > 1}
-    return " ".join(f"{k}={v}" for k, v in sizes.items()) or "one rank"
+def _sizes(topology: Topology) -> str:
+    return " ".join(f"{k}={v}" for k, v in dataclasses.asdict(topology).items() if v > 1)
 
 
 def _load(entrant: Entrant, ranks: Ranks) -> None:

@@ -26,7 +26,7 @@ from .ranks import Ranks
 from .recipe import Loaded
 from .schema import nearest
 
-__all__ = ["checkpoint", "config_of", "dtype_of", "load_cp", "load_native", "load_plain"]
+__all__ = ["checkpoint", "config_of", "dtype_of", "load_alone", "load_cp", "load_native", "load_plain"]
 
 _LEGACY = {"model_type", "rope_theta", "rope_scaling", "quantization_config", "torch_dtype", "dtype"}
 
@@ -46,17 +46,18 @@ def _made(fields: dict[str, Any], loaded: Loaded) -> Any:
         raise ConfigurationError(f"{key}.model_type {kind!r} is not known{nearest(kind, list(CONFIG_MAPPING))}")
     known = set(CONFIG_MAPPING[kind]().to_dict()) | set(CONFIG_MAPPING[kind].attribute_map) | _LEGACY
     for name in fields.keys() - known:
-        if name not in _modeling_words(CONFIG_MAPPING[kind]):
+        if name not in _source_words(CONFIG_MAPPING[kind]):
             raise ConfigurationError(
                 f"{loaded.path.name}: unknown key {key + '.' + name!r}{nearest(name, sorted(known), key + '.')}"
             )
     return AutoConfig.for_model(kind, **fields)
 
 
-def _modeling_words(config_class: type) -> set[str]:
-    """Every word in the family's modeling source: it also reads fields that its config class does not declare."""
-    module = config_class.__module__.replace(".configuration_", ".modeling_")
-    return set(re.findall(r"\w+", inspect.getsource(importlib.import_module(module))))
+def _source_words(config_class: type) -> set[str]:
+    """Every word in the family's sources: they also read fields that the config class does not declare."""
+    config = config_class.__module__
+    modules = (importlib.import_module(m) for m in (config, config.replace(".configuration_", ".modeling_")))
+    return {word for module in modules for word in re.findall(r"\w+", inspect.getsource(module))}
 
 
 def _found(loaded: Loaded) -> Any:
@@ -151,6 +152,12 @@ def load_plain(loaded: Loaded, path: str, ranks: Ranks, dtype: str | None = None
             path, dtype=dtype or loaded.recipe.dtype, device_map={"": ranks.torch_device()}, **more
         )
     return model.eval()
+
+
+def load_alone(loaded: Loaded, path: str, ranks: Ranks, topology: Topology) -> nn.Module:
+    """The model under cpkit, whole on this rank; ``topology`` is connected and makes each rank a DP group."""
+    options = {name: getattr(loaded.recipe, name) for name in ("strategy", *KINDS, "cache")}
+    return cpkit.apply(load_plain(loaded, path, ranks), topology, **options)
 
 
 def load_native(loaded: Loaded, path: str, ranks: Ranks, experts: bool) -> nn.Module:

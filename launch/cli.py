@@ -152,13 +152,14 @@ def bench(
     overrides: Overrides = None,
     tokens: Annotated[list[int] | None, typer.Option("--tokens", min=1, help="Prompt length; several allowed.")] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Times that each is timed, in turn.")] = 3,
+    only: Annotated[str, typer.Option("--only", help="Run those whose name begins so, such as cpkit.")] = "",
     as_json: AsJson = False,
     timeout: Timeout = 600,
 ) -> None:
-    """Time prefill against plain transformers and its own tensor and expert parallelism, in one run."""
+    """Time prefill, on all ranks and on one, against plain transformers and its own tensor and expert parallelism."""
     with launched("bench", name, overrides or [], timeout) as launch:
         inputs = [launch.prompt(Wanted(tokens=n)) for n in tokens or (None,)]
-        data = run_bench(launch.loaded, launch.path, inputs, rounds, launch.ranks, say)
+        data = run_bench(launch.loaded, launch.path, inputs, rounds, launch.ranks, say, only)
     emit(data, tables.bench(data), as_json)
 
 

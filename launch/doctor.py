@@ -17,23 +17,33 @@ from cpkit.kernels import KINDS
 
 __all__ = ["doctor"]
 
-_PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "numpy", "flash-attn", "flash-attn-3", "deep-gemm")
-HEAD_DIM = 128
+_PACKAGES = (
+    "torch", "transformers", "accelerate", "safetensors", "numpy", "flash-attn", "flash-attn-3", "sgl-flash-mla",
+    "sgl-deep-gemm",
+)  # fmt: skip
+HEAD_DIMS = {"attention": 128, "sparse_attention": 576, "indexer": 128}  # of the published models
 
 
 def doctor() -> dict[str, Any]:
-    """Versions, devices, attention backends (for heads of 128) and process-group backends, each with what is wrong."""
+    """Versions, devices, backends of every kind of kernel and of process groups, each with what is wrong."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     return {
         "versions": {"python": platform.python_version(), "cpkit": cpkit.__version__} | _versions(),
         "devices": _devices(),
-        "attention": {
-            "asked": f"{device}, {str(dtype).removeprefix('torch.')}, head size {HEAD_DIM}",
-            "backends": {name: b.missing(device, dtype, HEAD_DIM) for name, b in KINDS["attention"].known.items()},
-        },
+        "kernels": {kind: _kernels(kind, device, dtype) for kind in KINDS},
         "process_groups": _process_groups(),
         "families": _families(),
+    }
+
+
+def _kernels(kind: str, device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """For the kind's head size: why a backend cannot serve, '' for nothing; and those that ``auto`` never takes."""
+    size, known = HEAD_DIMS[kind], KINDS[kind].known
+    return {
+        "asked": f"{device}, {str(dtype).removeprefix('torch.')}, head size {size}",
+        "backends": {name: backend.missing(device, dtype, size) for name, backend in known.items()},
+        "by_name_only": [name for name, backend in known.items() if not backend.exact],
     }
 
 

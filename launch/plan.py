@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
 from cpkit import ConfigurationError, Topology
-from cpkit.balance import choose_strategy, imbalance
+from cpkit.balance import Kept, choose_strategy, imbalance
 from cpkit.communicators import choose_communicator, expected_copies
 from cpkit.layout import Layout, layout
 from cpkit.patch import family_of, open_session, shard
@@ -28,7 +28,7 @@ from .recipe import Loaded
 
 __all__ = ["plan"]
 
-INDEX_BYTES = 4  # of an expert id on the wire
+INDEX_BYTES = 4  # of an expert's or a key's number on the wire
 
 
 def plan(loaded: Loaded, tokens: int | None = None) -> dict[str, Any]:
@@ -59,7 +59,8 @@ def plan(loaded: Loaded, tokens: int | None = None) -> dict[str, Any]:
         recipe.hardware.device,
     )
     weights = _apart(_weight_bytes, config, topology, dtype)
-    cache = _cache_bytes(config, topology, tokens, dtype)
+    kept = family.kept(config)
+    cache = sum(k.layers * int(min(tokens, k.last)) * _width(k, topology.tp) for k in kept) * dtype.itemsize
     return {
         "recipe": loaded.name,
         "model": loaded.model() or f"random {config.model_type}",
@@ -74,7 +75,7 @@ def plan(loaded: Loaded, tokens: int | None = None) -> dict[str, Any]:
             for rank in range(topology.world)
             for cp in [rank // topology.tp % topology.cp]
         ],
-        "wire": _wire(config, topology, placed, communicator, dtype.itemsize),
+        "wire": _wire(config, kept, topology, placed, communicator, dtype.itemsize),
         "weight_bytes": weights,
         "cache_bytes": cache,
         **_room(loaded, weights + cache),
@@ -90,28 +91,36 @@ def _room(loaded: Loaded, needed: int) -> dict[str, Any]:
     return {"memory_bytes": int(memory * 2**30), "left_bytes": left, "fits": left > 0}
 
 
-def _heads(config: Any) -> tuple[int, int]:
-    """Key heads and their size."""
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return config.num_key_value_heads, size
+def _width(kept: Kept, tp: int) -> int:
+    """Elements that a rank keeps of a row in one layer."""
+    return kept.width if kept.shared else kept.width // tp
+
+
+def _in_layers(kept: list[Kept], name: str, layers: int) -> str:
+    count = sum(k.layers for k in kept if k.name == name)
+    return "every layer" if count == layers else f"{count} of {layers} layers"
 
 
 def _wire(
-    config: Any, topology: Topology, placed: Layout, communicator: str, itemsize: int
+    config: Any, kept: list[Kept], topology: Topology, placed: Layout, communicator: str, itemsize: int
 ) -> dict[str, dict[str, Any]]:
     """Bytes that a rank receives in one layer, by the names that ``cpkit.trace`` uses; ``of`` says in which layers."""
-    heads, size = _heads(config)
     row = config.hidden_size * itemsize
+    share = -(-placed.padded_rows // topology.tp)  # rows that a rank of a TP group brings
     wire: dict[str, dict[str, Any]] = {}
 
     def add(name: str, nbytes: float, of: str) -> None:
         if nbytes:
             wire[name] = {"bytes": round(nbytes), "of": of}
 
-    kv = placed.padded_rows * (topology.cp - 1) * 2 * heads // topology.tp * size * itemsize
-    add("kv", kv, "every layer")
+    for k in kept:
+        nbytes = placed.padded_rows * (topology.cp - 1) * _width(k, topology.tp) * itemsize
+        add(k.name, nbytes, _in_layers(kept, k.name, config.num_hidden_layers))
+    topk = getattr(config, "index_topk", placed.rows)
+    if topk < placed.rows:  # else all keys are selected, and nothing is scored
+        selected = (topology.tp - 1) * share * topk * INDEX_BYTES
+        add("selected keys", selected, _in_layers(kept, "index keys", config.num_hidden_layers))
     if topology.ep > 1:
-        share = -(-placed.padded_rows // topology.tp)  # rows that a rank of a TP group brings
         top_k, others = config.num_experts_per_tok, topology.ep - 1
         if communicator == "gather":
             names, copies = ("gather rows", "gather experts", "gather weights", "scatter expert sums"), float(others)
@@ -119,24 +128,24 @@ def _wire(
             names = ("dispatch rows", "dispatch experts", "dispatch weights", "combine rows")
             copies = expected_copies(num_experts(config), top_k, topology.ep)
             add("expert row counts", 8 * others, "expert layers")
-        for name, width in zip(names, (row, top_k * INDEX_BYTES, top_k * itemsize, row), strict=True):
+        weight = 4 if "gate.weight" in _kept_in_fp32(config) else itemsize
+        for name, width in zip(names, (row, top_k * INDEX_BYTES, top_k * weight, row), strict=True):
             add(name, share * copies * width, "expert layers")
         add("share expert sums", (topology.tp - 1) * share * row, "expert layers")
     reduced = 2 * placed.padded_rows * row * (topology.tp - 1) / topology.tp
     add("tensor parallel sums (transformers)", reduced, "every layer, once for attention")
-    if topology.ep == 1:
-        add("tensor parallel sums of the MLP (transformers)", reduced, "every layer")
+    dense = getattr(config, "mlp_only_layers", None) or getattr(config, "first_k_dense_replace", None)
+    if topology.ep == 1 or dense:
+        of = "every layer" if topology.ep == 1 else "layers without experts"
+        add("tensor parallel sums of the MLP (transformers)", reduced, of)
+    if getattr(config, "n_shared_experts", 0):
+        add("tensor parallel sums of shared experts (transformers)", reduced, "expert layers")
     return wire
 
 
-def _cache_bytes(config: Any, topology: Topology, tokens: int, dtype: torch.dtype) -> int:
-    """Of a rank that keeps the whole cache of its heads."""
-    heads, size = _heads(config)
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
-    kinds = kinds * (config.num_hidden_layers // len(kinds))
-    kept = sum(min(tokens, window - 1) if kind == "sliding_attention" and window else tokens for kind in kinds)
-    return kept * 2 * heads // topology.tp * size * dtype.itemsize
+def _kept_in_fp32(config: Any) -> list[str]:
+    """Parts of the names of weights that transformers keeps in fp32, whatever the dtype; a router's among them."""
+    return list(AutoModelForCausalLM._model_mapping[type(config)]._keep_in_fp32_modules_strict or ())
 
 
 def _apart(function: Callable[..., int], *args: Any) -> int:
@@ -153,7 +162,7 @@ def _weight_bytes(config: Any, topology: Topology, dtype: torch.dtype) -> int:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         with quiet(warnings=True):  # of rules that match no layer of this model
             shard(model, session)
-        return _bytes_of(model, getattr(config, "quantization_config", None))
+        return _bytes_of(model, getattr(config, "quantization_config", None), _kept_in_fp32(config))
 
 
 @contextmanager
@@ -171,9 +180,9 @@ def _pretended_ranks(world: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _bytes_of(model: nn.Module, quantization: Any) -> int:
+def _bytes_of(model: nn.Module, quantization: Any, in_fp32: list[str]) -> int:
     """Bytes of the parameters and buffers that this rank holds; those that an FP8 checkpoint stores in 8 bits count
-    one byte an element and an fp32 scale a block."""
+    one byte an element and an fp32 scale a block, those named ``in_fp32`` four."""
     packed = _packed_names(model) if quantization else set()
     block = (quantization or {}).get("weight_block_size") or (128, 128)
     total, seen = 0, set()
@@ -183,7 +192,10 @@ def _bytes_of(model: nn.Module, quantization: Any) -> int:
         seen.add(id(tensor))
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         count = local.numel()
-        total += count + 4 * count // (block[0] * block[1]) if name in packed else local.nbytes
+        if name in packed:
+            total += count + 4 * count // (block[0] * block[1])
+        else:
+            total += 4 * count if any(part in name for part in in_fp32) else local.nbytes
     return total
 
 

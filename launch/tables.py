@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
@@ -131,20 +132,25 @@ def doctor(data: Data) -> Group:
         [d["name"], d.get("capability", "-"), amount(d["memory_bytes"]), str(d.get("cores", "-"))]
         for d in data["devices"]
     ]
-    asked = data["attention"]["asked"]
+    kernels = [
+        _can_serve(f"{kind.replace('_', ' ')} backends ({of['asked']})", of["backends"], of["by_name_only"])
+        for kind, of in data["kernels"].items()
+    ]
     return Group(
         table("versions", ["package", "version"], versions),
         table("devices", ["device", "capability", "memory", "cores"], devices),
-        _can_serve(f"attention backends ({asked})", data["attention"]["backends"]),
+        *kernels,
         _can_serve("process groups", data["process_groups"]),
         _can_serve("model families", data["families"]),
     )
 
 
-def _can_serve(title: str, missing: dict[str, str]) -> Any:
-    return table(
-        title, ["name", "can serve"], [[name, f"no: {why}" if why else "yes"] for name, why in missing.items()]
-    )
+def _can_serve(title: str, missing: dict[str, str], by_name_only: Sequence[str] = ()) -> Any:
+    rows = [
+        [name, f"no: {why}" if why else "yes, when asked for by name" if name in by_name_only else "yes"]
+        for name, why in missing.items()
+    ]
+    return table(title, ["name", "can serve"], rows)
 
 
 def translate(data: Data) -> Group:

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from cpkit import ConfigurationError, Topology
-from cpkit.attention import ATTENTION
+from cpkit.kernels import KINDS
 from cpkit.layout import strategies
 
 from .schema import nearest, validated
@@ -24,6 +24,7 @@ _FLAGS = {
     "pp": ("--pp", "--pp-size", "--pipeline-parallel-size"),
     "strategy": ("--cp-strategy",),
     "attention": ("--attention-backend", "--prefill-attention-backend"),
+    "sparse_attention": ("--dsa-prefill-backend", "--nsa-prefill-backend"),
     "model": ("--model-path", "--model"),
     "dtype": ("--dtype",),
     "chunk": ("--chunked-prefill-size",),
@@ -32,7 +33,11 @@ _FLAGS = {
 _NAMES = {flag: name for name, flags in _FLAGS.items() for flag in flags}
 _NUMBERS = {"tp", "ep", "cp", "dp", "pp", "chunk", "max_tokens"}
 _SWITCHES = {"--enable-dp-attention": "dp_attention", "--enable-prefill-cp": "prefill_cp"}
-_BACKENDS = {"fa3": "flash3", "fa4": "flash4", "fa2": "flash2", "torch_native": "torch"}
+_DSA = {"dsa": "auto", "nsa": "auto"}  # SGLang's attention of families that select keys
+_BACKENDS = {
+    "attention": {"fa3": "flash3", "fa4": "flash4", "fa2": "flash2", "torch_native": "torch", **_DSA},
+    "sparse_attention": dict.fromkeys(("flashmla_sparse", "flashmla_kv", "flashmla_auto"), "flashmla"),
+}
 _DTYPES = {"half": "float16", "float": "float32"}
 
 
@@ -49,7 +54,11 @@ def translate(words: Sequence[str]) -> dict[str, Any]:
     data["model"] = found.get("model") or _missing_model(notes)
     data["topology"] = {k: v for k, v in vars(topology).items() if v > 1}
     data["strategy"] = _strategy(found)
-    data["attention"] = _attention(found, notes)
+    data["attention"] = _kernel("attention", found.get("attention", "auto"), notes)
+    if "sparse_attention" in found:
+        data["sparse_attention"] = _kernel("sparse_attention", found["sparse_attention"], notes)
+    if "sparse_attention" in found or found.get("attention") in _DSA:
+        notes.append("SGLang's indexer scores in 8 bits, cpkit's in fp32 as in transformers; indexer=deepgemm takes 8")
     data["dtype"] = _DTYPES.get(found.get("dtype", "auto"), found.get("dtype", "auto"))
     data["hardware"] = {"device": "cuda"}
     if found.get("chunk", -1) > 0:
@@ -110,6 +119,11 @@ def _topology(found: dict[str, Any], notes: list[str]) -> Topology:
         notes.append("--enable-prefill-cp is not given: SGLang would not run its context parallelism; cpkit does")
     if cp == 1 and found.get("prefill_cp"):
         notes.append("--enable-prefill-cp with --attn-cp-size 1 runs no context parallelism; set --attn-cp-size")
+    if cp > 1 and "ep" not in found:
+        notes.append(
+            f"no --ep: SGLang divides a MoE's experts over all {stage} ranks of --tp, cpkit over topology.ep and tp; "
+            f"for a MoE set topology.ep={stage}"
+        )
     return Topology(dp=dp, cp=cp, tp=stage // (cp * dp), pp=found.get("pp", 1), ep=found.get("ep", 1))
 
 
@@ -125,11 +139,9 @@ def _strategy(found: dict[str, Any]) -> str:
     return name
 
 
-def _attention(found: dict[str, Any], notes: list[str]) -> str:
-    name = found.get("attention", "auto")
-    if name != "auto" and name not in _BACKENDS and name not in ATTENTION.names:
-        notes.append(
-            f"--attention-backend {name} has no counterpart: attention is 'auto' ({', '.join(ATTENTION.names)})"
-        )
-        return "auto"
-    return _BACKENDS.get(name, name)
+def _kernel(kind: str, name: str, notes: list[str]) -> str:
+    ours, known = _BACKENDS[kind].get(name, name), KINDS[kind].names
+    if ours == "auto" or ours in known:
+        return ours
+    notes.append(f"{_FLAGS[kind][0]} {name} has no counterpart: {kind} is 'auto' ({', '.join(known)})")
+    return "auto"

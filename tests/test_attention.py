@@ -12,7 +12,7 @@ from cpkit.attention import ATTENTION, Piece, attend, flash, pieces, reference, 
 from cpkit.attention import Backend as BackendRecord
 from cpkit.layout import layout
 
-HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 8
+HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 6
 
 
 def dense(query, key, value, request_of_key, place_of_key, request_of_row, place_of_row, scale, window):
@@ -36,6 +36,7 @@ class FakeVarlen:
     def __call__(self, q, k, v, lengths, pages, *, scale, window):
         self.launches += 1
         assert window[1] == 0
+        self.sizes = q.shape[-1], k.shape[-1], v.shape[-1]
         left = None if window[0] < 0 else window[0]
         cu_q = lengths["cu_q"].tolist()
         assert cu_q[-1] == len(q) and lengths["max_q"] == max(b - a for a, b in zip(cu_q, cu_q[1:], strict=False))
@@ -52,9 +53,9 @@ class FakeVarlen:
         return out, lse.masked_fill(lse == float("-inf"), float("inf"))  # as FlashAttention-2 marks blind rows
 
 
-def fake_flash(paged):
+def fake_flash(paged, unequal=None):
     kernel = FakeVarlen()
-    run = lambda *args: flash.run(*args, kernel=lambda: kernel, paged=paged)  # noqa: E731
+    run = lambda *args: flash.run(*args, kernel=lambda: kernel, paged=paged, unequal=unequal)  # noqa: E731
     return BackendRecord("fake", run, lambda *args: ""), kernel
 
 
@@ -157,9 +158,26 @@ def test_backends_are_chosen_by_capability_with_reasons():
     assert flash2.missing("cuda", torch.bfloat16, 64) == "No module named 'flash_attn'; pip install flash-attn"
 
 
+@pytest.mark.parametrize("unequal", [None, (192, 128)])
+def test_flash_kernels_get_values_of_the_keys_size_or_deepseeks(unequal):
+    for paged in (False, True):
+        backend, kernel = fake_flash(paged, unequal)
+        for dim, value_dim in ((24, 16), (192, 128), (16, 24)):
+            check_sizes(backend, dim, value_dim)
+            size = max(dim, value_dim)
+            assert kernel.sizes == (size, size, 128 if unequal and dim == 192 else size)
+    sizes = {b.name: b.run.keywords["unequal"] for b in flash.BACKENDS}
+    assert sizes == {"flash3": (192, 128), "flash4": (192, 128), "flash2": None, "varlen": None}
+
+
 def test_values_narrower_than_keys():
-    query, key, value = torch.randn(9, 2, 24), torch.randn(9, 2, 24), torch.randn(9, 2, 16)
-    tiles = [Piece(9, 0, 9)]
-    torch.testing.assert_close(
-        sdpa.run(query, key, value, tiles, 0.2)[0], reference.run(query, key, value, tiles, 0.2)[0]
-    )
+    check_sizes(sdpa.BACKEND, 24, 16)
+
+
+def check_sizes(backend, dim, value_dim):
+    query, key, value = torch.randn(9, 4, dim), torch.randn(9, 2, dim), torch.randn(9, 2, value_dim)
+    tiles = [Piece(4, 0, 4), Piece(3, 2, 7, 1, 2), Piece(2, 0, 0)]
+    out, lse = backend.run(query, key, value, tiles, 0.2)
+    expected, expected_lse = reference.run(query, key, value, tiles, 0.2)
+    torch.testing.assert_close(out, expected, atol=3e-6, rtol=0)
+    torch.testing.assert_close(lse, expected_lse)

@@ -23,6 +23,7 @@ from cpkit.launch.wire import WireCount
 
 from .ranks import run_ranks, start_ranks
 from .test_recipes import run as run_main
+from .tiny import CONFIGS
 
 TINY = {
     "model_type": "qwen3_moe",
@@ -41,18 +42,28 @@ TINY = {
 }
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
+def written(folder, config):
     data = {
         "description": "A tiny random model",
-        "random_model": TINY,
+        "random_model": config,
         "topology": {"cp": 2},
         "generation": {"max_new_tokens": 6},
         "prompt": {"source": "python-stdlib", "tokens": 90},
     }
-    path = tmp_path_factory.mktemp("recipes") / "tiny.yaml"
+    path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump(data))
     return str(path)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return written(tmp_path_factory.mktemp("recipes"), TINY)
+
+
+@pytest.fixture(scope="module")
+def selecting(tmp_path_factory):
+    """A model that selects keys, in two of four layers."""
+    return written(tmp_path_factory.mktemp("recipes"), {"model_type": "glm_moe_dsa", **CONFIGS["glm_moe_dsa"]})
 
 
 def started(path, *overrides, verb="verify"):
@@ -103,6 +114,12 @@ def test_verify_passes_and_every_rank_has_the_figures(tiny, overrides):
     assert all(first[name] > 0 for name in ("cp_seconds", "plain_seconds", "cp_peak_bytes", "plain_peak_bytes"))
     assert first["logit_difference"] > 0  # two different computations, not one compared with itself
     assert {**first, "wire": 0} == {**second, "wire": 0}
+
+
+def test_verify_compares_latents_and_index_keys(selecting):
+    found = run_ranks(4, verified, selecting, "topology={cp: 2, tp: 2, ep: 4}", "strategy=interleave")[0]
+    assert found["passed"], found["checks"]
+    assert {"kv", "index keys", "selected keys"} <= found["wire"].keys()
 
 
 def test_verify_fails_for_a_slightly_wrong_model(tiny):
@@ -171,10 +188,10 @@ def test_verify_judges_what_rounds_coarsely_by_plain_transformers_own_error(tiny
 # --- bench, bytes and memory ----------------------------------------------------------------------------------------
 
 
-def benched(path):
+def benched(path, only=""):
     loaded, ranks = started(path, verb="bench")
     with checkpoint.checkpoint(loaded, ranks) as folder:
-        return benching.bench(loaded, folder, [ids_of(loaded, ranks)], 2, ranks, lambda _: None)
+        return benching.bench(loaded, folder, [ids_of(loaded, ranks)], 2, ranks, lambda _: None, only)
 
 
 def test_bench_times_all_entrants_on_the_same_input(tiny):
@@ -182,6 +199,7 @@ def test_bench_times_all_entrants_on_the_same_input(tiny):
     found = {e["name"]: e for e in data["runs"][0]["entrants"]}
     assert list(found) == [
         "transformers",
+        "cpkit one rank",
         "cpkit cp=2",
         "cpkit cp=2 ep=2",
         "transformers tp=2",
@@ -191,8 +209,20 @@ def test_bench_times_all_entrants_on_the_same_input(tiny):
     for entrant in found.values():
         assert 0 < entrant["seconds_min"] <= entrant["seconds_median"] and entrant["ratio"] > 0
         assert entrant["logit_difference"] < 2e-5
-    assert found["transformers"]["bytes"] == 0 and found["transformers tp=2"]["bytes"] > 0
+    assert found["transformers"]["bytes"] == found["cpkit one rank"]["bytes"] == 0
+    assert found["transformers tp=2"]["bytes"] > 0
     assert found["cpkit cp=2"]["bytes_by_name"]["kv"] == 3 * 45 * 2 * 2 * 16 * 4
+
+
+def test_bench_leaves_out_what_a_length_is_too_long_for(selecting):
+    data = run_ranks(2, benched, selecting, "cpkit")[0]
+    found = {e["name"]: e for e in data["runs"][0]["entrants"]}
+    assert list(found) == ["cpkit one rank", "cpkit cp=2", "cpkit cp=2 ep=2"] and data["not_run"] == {}
+    assert all(e["ratio"] is None and e["logit_difference"] is None for e in found.values())
+    assert found["cpkit one rank"]["bytes"] == 0
+    assert found["cpkit cp=2"]["bytes_by_name"]["index keys"] == 2 * 45 * 16 * 4
+    (_, (error, _)), _ = start_ranks(2, benched, selecting, "vllm")
+    assert isinstance(error, ConfigurationError) and "leaves nobody; there are transformers, cpkit one" in str(error)
 
 
 def benched_without_tp(path):
@@ -206,7 +236,7 @@ def benched_without_tp(path):
 def test_bench_goes_on_without_what_does_not_load(tiny):
     data = run_ranks(2, benched_without_tp, tiny)[0]
     assert set(data["not_run"].values()) == {"RuntimeError: no such plan"} and len(data["not_run"]) == 2
-    assert len(data["runs"][0]["entrants"]) == 3
+    assert len(data["runs"][0]["entrants"]) == 4
 
 
 def wire_of(path, *overrides):
@@ -236,6 +266,25 @@ def test_a_plan_says_the_bytes_that_are_counted(tiny, communicator):
         mean = sum(of_rank[name]["bytes"] for of_rank, _, _ in found) / 4
         assert mean == pytest.approx(2 * planned[name]["bytes"], rel=margin), name
     assert counted > sum(entry["bytes"] for entry in totals.values())  # transformers' own sums come on top
+
+
+@pytest.mark.parametrize("communicator", ["gather", "all_to_all"])
+def test_a_plan_says_the_bytes_of_a_model_that_selects_keys(selecting, communicator):
+    """Four layers, two of them with an indexer, three with experts; in bf16, but for the router's weights."""
+    overrides = ["topology={cp: 2, tp: 2, ep: 4}", "dtype=bfloat16", f"communicator={communicator}"]
+    overrides.append("prompt={source: random, tokens: 480}")
+    planned = plan.plan(recipe.load(selecting, overrides))["wire"]
+    totals, _, calls = run_ranks(4, wire_of, selecting, *overrides)[1]
+    layers = {"every layer": 4, "2 of 4 layers": 2, "expert layers": 3}
+    for name, entry in planned.items():
+        if name in totals and not name.startswith(("dispatch", "combine")):
+            assert totals[name]["bytes"] == layers[entry["of"]] * entry["bytes"], name
+            assert totals[name]["calls"] == layers[entry["of"]], name
+    assert {"kv", "index keys", "selected keys"} <= planned.keys() & totals.keys()
+    assert planned.keys() - totals.keys() == {
+        f"tensor parallel sums{of} (transformers)" for of in ("", " of the MLP", " of shared experts")
+    }
+    assert calls["allreduce_"] == 4 + 1 + 3  # attention; the MLP without experts; shared experts
 
 
 def test_counting_collectives_agrees_with_cpkits_own_trace(tiny):

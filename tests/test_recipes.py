@@ -8,11 +8,16 @@ import pytest
 import yaml
 
 from cpkit import ConfigurationError, Topology
+from cpkit.backends import Backend
+from cpkit.kernels import KINDS
 from cpkit.launch import cli, plan, recipe, translate
 from cpkit.launch.checkpoint import config_of, dtype_of
 
-GPU_RECIPES = ["qwen3-30b-a3b-fp8-4xhopper", "qwen3-30b-a3b-bf16-4xh100"]
-OFFLINE = ["demo", "bench-qwen3-moe", *GPU_RECIPES]
+DSA_RECIPES = ["deepseek-v3.2-8xh200", "glm-5.2-fp8-8xh200", "glm-5.3-8xh200"]
+GPU_RECIPES = ["qwen3-30b-a3b-fp8-4xhopper", "qwen3-30b-a3b-bf16-4xh100", *DSA_RECIPES]
+GPU_RECIPES += [f"{name}-tp4" for name in DSA_RECIPES]
+OFFLINE = ["demo", "bench-qwen3-moe", "bench-deepseek-v32", "bench-glm-5", *GPU_RECIPES]
+ONE_RANK = ["topology={cp: 1}", "config.quantization_config=null"]
 
 
 def write(folder, **more):
@@ -41,7 +46,7 @@ def test_shipped_recipes_load_and_resolve(name):
 
 
 def test_the_recipes_of_the_kit_are_there():
-    assert set(OFFLINE) <= set(recipe.names())
+    assert sorted(OFFLINE) == recipe.names()
     fp8 = recipe.load("qwen3-30b-a3b-fp8-4xhopper").recipe
     assert fp8.model == "Qwen/Qwen3-30B-A3B-FP8"
     assert fp8.topology.topology() == Topology(cp=2, tp=2, ep=4)
@@ -62,6 +67,43 @@ def test_a_plan_of_the_30b_model_has_its_published_sizes():
     assert planned["cache_bytes"] == 1000 * 48 * 2 * 4 * 128 * 2
     eight_bits = plan.plan(recipe.load("qwen3-30b-a3b-fp8-4xhopper", ["topology={cp: 1}"]), tokens=1000)
     assert 0.5 < eight_bits["weight_bytes"] / planned["weight_bytes"] < 0.53
+
+
+@pytest.mark.parametrize("name", DSA_RECIPES)
+def test_recipes_of_models_that_select_keys_interleave_over_all_gpus(name):
+    loaded, inside = recipe.load(name).recipe, recipe.load(f"{name}-tp4").recipe
+    assert loaded.topology.topology() == Topology(cp=8, ep=8)
+    assert inside.topology.topology() == Topology(cp=2, tp=4, ep=8)
+    for one in (loaded, inside):
+        assert (one.strategy, one.hardware.gpus, one.attention) == ("interleave", "8 x H200", "auto")
+    assert loaded.config == inside.config
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "layers", "scored"),
+    [("deepseek-v3.2-8xh200", 672.0, 61, 61), ("glm-5.2-fp8-8xh200", 743.5, 78, 21)],
+)
+def test_a_plan_of_a_model_that_selects_keys_has_its_published_sizes(name, billions, layers, scored):
+    """Latents of 512 with rope keys of 64 in every layer, index keys of 128 where a layer has an indexer."""
+    planned = plan.plan(recipe.load(name, ONE_RANK), tokens=1000)
+    assert planned["weight_bytes"] / 2e9 == pytest.approx(billions, abs=0.5)
+    assert planned["cache_bytes"] == 1000 * (layers * 576 + scored * 128) * 2
+    assert planned["wire"] == {}
+
+
+def test_a_plan_divides_heads_over_tp_and_never_latents():
+    length = 32768
+    for name in ("glm-5.2-fp8-8xh200", "glm-5.2-fp8-8xh200-tp4"):
+        planned = plan.plan(recipe.load(name), tokens=length)
+        sizes = Topology(**planned["topology"])
+        gathered = length // sizes.cp * (sizes.cp - 1) * 2
+        assert planned["cache_bytes"] == length * (78 * 576 + 21 * 128) * 2
+        assert planned["wire"]["kv"] == {"bytes": gathered * 576, "of": "every layer"}
+        assert planned["wire"]["index keys"] == {"bytes": gathered * 128, "of": "21 of 78 layers"}
+    selected = {"bytes": 3 * length // 8 * 2048 * 4, "of": "21 of 78 layers"}
+    assert planned["wire"]["selected keys"] == selected  # of the three other TP ranks
+    short = plan.plan(recipe.load(name), tokens=2048)["wire"]
+    assert "index keys" in short and "selected keys" not in short  # every key is selected
 
 
 def test_a_plan_that_does_not_fit_says_by_how_much(capsys, monkeypatch):
@@ -193,9 +235,22 @@ def test_show_and_recipes_print_what_is_resolved(capsys, monkeypatch):
 
 def test_doctor_says_what_can_serve_and_why_not(capsys, monkeypatch):
     found = json.loads(run(capsys, monkeypatch, "doctor", "--json")[1])
-    assert found["attention"]["backends"]["torch"] == "" and found["process_groups"]["gloo"] == ""
-    assert found["families"]["qwen3_moe"] == "" and found["versions"]["torch"]
-    assert "attention backends" in run(capsys, monkeypatch, "doctor")[1]
+    assert found["process_groups"]["gloo"] == "" and found["versions"]["torch"]
+    assert found["families"]["qwen3_moe"] == found["families"]["glm_moe_dsa"] == ""
+    sizes = {"attention": 128, "sparse_attention": 576, "indexer": 128}
+    for kind, size in sizes.items():
+        assert found["kernels"][kind]["backends"]["torch"] == ""
+        assert list(found["kernels"][kind]["backends"]) == KINDS[kind].names
+        assert found["kernels"][kind]["asked"].endswith(f"head size {size}")
+
+
+def test_doctor_tells_what_runs_only_when_asked_for(capsys, monkeypatch):
+    coarse = Backend("coarse", run, lambda device, dtype, head_dim: "", exact=False)
+    monkeypatch.setitem(KINDS["indexer"].known, "coarse", coarse)
+    shown = run(capsys, monkeypatch, "doctor")[1]
+    for title in ("attention backends (", "sparse attention backends (", "indexer backends ("):
+        assert title in shown
+    assert shown.count("yes, when asked for by name") == 1
 
 
 @pytest.mark.parametrize(
@@ -212,7 +267,9 @@ def test_sglang_sizes(flags, topology):
 
 
 def test_sglang_flags_become_a_recipe_that_loads(tmp_path):
-    flags = "--model-path Qwen/Qwen3-30B-A3B --tp 2 --attn-cp-size 2 --enable-prefill-cp --cp-strategy interleave "
+    flags = (
+        "--model-path Qwen/Qwen3-30B-A3B --tp 2 --ep 2 --attn-cp-size 2 --enable-prefill-cp --cp-strategy interleave "
+    )
     flags += "--attention-backend fa3 --chunked-prefill-size 8192 --context-length 32768 --dtype half"
     made = translate.translate([flags])
     assert made["unknown"] == [] and made["notes"] == []
@@ -220,6 +277,19 @@ def test_sglang_flags_become_a_recipe_that_loads(tmp_path):
     loaded = recipe.load(str(tmp_path / "made.yaml")).recipe
     assert (loaded.model, loaded.strategy, loaded.attention) == ("Qwen/Qwen3-30B-A3B", "interleave", "flash3")
     assert (loaded.prefill_chunk_size, loaded.max_tokens, loaded.dtype) == (8192, 32768, "float16")
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"), [("flashmla_sparse", "flashmla"), ("flashmla_kv", "flashmla"), ("fa3", "auto")]
+)
+def test_sglang_flags_of_a_model_that_selects_keys(given, ours):
+    flags = "--model-path zai-org/GLM-5.2-FP8 --tp 8 --attn-cp-size 8 --enable-prefill-cp --cp-strategy interleave "
+    made = translate.translate([flags + f"--attention-backend dsa --dsa-prefill-backend {given}"])
+    assert made["topology"] == vars(Topology(cp=8)) and made["unknown"] == []
+    assert (made["recipe"]["attention"], made["recipe"]["sparse_attention"]) == ("auto", ours)
+    said = " ".join(made["notes"])
+    assert "set topology.ep=8" in said and "indexer=deepgemm" in said
+    assert ("has no counterpart" in said) == (ours == "auto")
 
 
 def test_sglang_flags_without_a_counterpart_are_listed(capsys, monkeypatch):

@@ -2,8 +2,9 @@
 
 All take packed queries ``[rows, heads, dim]`` with cumulative lengths and are causal from the bottom right, which is
 just what a piece is: one launch a round. Where keys of several pieces overlap (zigzag's early and late block), the
-torch kernel reads them through a page table; the others get their keys one after the other in a copy. Packages are
-bound by the names of their parameters, never by version string, and only when used.
+torch kernel reads them through a page table; the others get their keys one after the other in a copy. Values are padded
+to the keys' size, or keys to theirs, but for the sizes that the kernel takes as they are. Packages are bound by the
+names of their parameters, never by version string, and only when used.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ..backends import Backend
 from . import Piece
 
 PAGE = 256  # keys a page; FlashAttention-2 takes multiples of 256
+DEEPSEEK = (192, 128)  # sizes of keys and values for which FlashAttention 3 and 4 have kernels
 
 
 def run(
@@ -31,9 +33,14 @@ def run(
     *,
     kernel: Callable[[], Callable],
     paged: bool = False,
+    unequal: tuple[int, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ``cpkit.attention``. ``kernel()`` gives the varlen function to launch, once for each window size."""
-    launch, parts, start = kernel(), [], 0
+    """See ``cpkit.attention``. ``kernel()`` gives the varlen function to launch, once for each window size; it takes
+    keys and values of one size, or of the two ``unequal`` ones."""
+    launch, parts, start, value_dim = kernel(), [], 0, value.shape[-1]
+    if (key.shape[-1], value_dim) != unequal:
+        size = max(key.shape[-1], value_dim)
+        query, key, value = (_padded(x, size) for x in (query, key, value))
     for left, group in groupby(pieces, key=lambda p: p.left):
         tiles = list(group)
         rows = sum(p.queries for p in tiles)
@@ -49,7 +56,13 @@ def run(
             k, v = (_joined(x, tiles) for x in (key, value))
             out, lse = launch(q, k, v, _lengths(tiles, q.device), {}, scale=scale, window=window)
         parts.append((out, lse.masked_fill(lse == float("inf"), float("-inf"))))  # FA-2 marks blind rows with +inf
-    return parts[0] if len(parts) == 1 else (torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts]))
+    out, lse = parts[0] if len(parts) == 1 else (torch.cat([o for o, _ in parts]), torch.cat([x for _, x in parts]))
+    return out[..., :value_dim], lse
+
+
+def _padded(heads: torch.Tensor, size: int) -> torch.Tensor:
+    missing = size - heads.shape[-1]
+    return torch.nn.functional.pad(heads, (0, missing)) if missing else heads
 
 
 def _blind(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,7 +172,8 @@ def _backend(name: str, module: str, capabilities: range, install: str) -> Backe
     of_torch = module.startswith("torch.")
     kernel = _torch_kernel if of_torch else partial(_package_kernel, module)
     missing = partial(_missing, module, capabilities, install)
-    return Backend(name, partial(run, kernel=kernel, paged=of_torch), missing)
+    unequal = DEEPSEEK if name in ("flash3", "flash4") else None
+    return Backend(name, partial(run, kernel=kernel, paged=of_torch, unequal=unequal), missing)
 
 
 BACKENDS: tuple[Backend, ...] = (

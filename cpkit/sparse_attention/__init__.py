@@ -16,6 +16,8 @@ __all__ = ["SPARSE_ATTENTION", "Backend"]
 
 SPARSE_ATTENTION = Registry("sparse_attention")
 
+from .flashmla import BACKEND as _FLASHMLA  # noqa: E402
 from .gathered import BACKEND as _GATHERED  # noqa: E402
 
+SPARSE_ATTENTION.register(_FLASHMLA)
 SPARSE_ATTENTION.register(_GATHERED)

@@ -30,7 +30,7 @@ def run(
             missing = chosen < 0
             mask = torch.zeros(missing.shape, dtype=query.dtype, device=query.device)
             mask = mask.masked_fill_(missing, float("-inf")).view(len(chosen), 1, 1, topk)
-            chosen = chosen.masked_fill(missing, 0)
+            chosen = torch.where(missing, chosen[:, :1], chosen)  # a NaN would show through the mask: of its own keys
         keys = torch.index_select(latent, 0, chosen.flatten(), out=gathered[: chosen.numel()])
         keys = keys.view(len(chosen), 1, topk, dim)
         out[first : first + step] = _attend(query[first : first + step].unsqueeze(1), keys, mask, scale, value_dim)
