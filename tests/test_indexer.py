@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -197,6 +197,7 @@ def test_lengths_just_above_a_block(length, strategy):
     st.sampled_from(["zigzag", "interleave"]),
     st.sampled_from([LARGE, Budget(1, 1, 1), Budget(5, 200, 1), Budget(4, 1 << 20, 1)]),
 )
+@example([(44, 3)], 2, "zigzag", Budget(4, 1 << 20, 1))  # the early block's rows are no multiple of 4
 def test_blocks_cover_all_rows_once_and_fit(batch, size, strategy, budget):
     for rank in range(size):
         starts, ends = visible(strategy, batch, size, rank)
@@ -288,7 +289,7 @@ def test_everything():
 
 def test_auto_never_takes_the_8_bit_scores(install):
     install(None)  # an import would raise
-    assert INDEXER.names == ["torch", "deepgemm"]
+    assert [(name, backend.exact) for name, backend in INDEXER.known.items()] == [("torch", True), ("deepgemm", False)]
     for device in ("cpu", "cuda"):
         backend, why = INDEXER.choose("auto", device, torch.bfloat16, 128)
         assert backend.name == "torch" and why == "torch is the first that can serve"

@@ -23,13 +23,13 @@ def dense(query, latent, selected, scale, value_dim):
     return out
 
 
-def case(rows, heads, dim, topk, keys=40, dtype=torch.float32, seed=0):
-    """``query, latent, selected``: every third row selects fewer, and what nobody selects (the first key, say) is NaN
-    or huge."""
+def case(rows, heads, dim, topk, keys=40, first=1, dtype=torch.float32, seed=0):
+    """``query, latent, selected`` of keys from ``first`` on: every third row selects fewer, and what nobody selects is
+    NaN or huge."""
     draw = torch.Generator().manual_seed(seed)
     query = torch.randn(rows, heads, dim, generator=draw).to(dtype) * 2
     latent = torch.randn(keys, dim, generator=draw).to(dtype)
-    selected = torch.stack([1 + torch.randperm(keys - 5, generator=draw)[:topk].sort().values for _ in range(rows)])
+    selected = torch.stack([first + torch.randperm(keys - 5, generator=draw)[:topk].sort().values for _ in range(rows)])
     for row in range(0, rows, 3):
         selected[row, 1 + row % topk :] = -1
     unused = torch.ones(keys, dtype=torch.bool)
@@ -131,14 +131,16 @@ def install(monkeypatch):
 
 @pytest.mark.parametrize("release", ["first", "upstream", "fork"])
 def test_flashmla_is_given_what_it_takes(install, release):
-    install(fake_flashmla(release))
+    padded: list[int] = []
+    install(fake_flashmla(release, lambda out: padded.append(out.shape[1]) or out))
     for heads, topk in ((1, 1), (16, 130), (64, 128), (65, 3), (128, 9), (130, 9)):
-        query, latent, selected = case(4, heads, 576, topk, keys=150, dtype=torch.bfloat16)
+        query, latent, selected = case(4, heads, 576, topk, keys=150, first=0, dtype=torch.bfloat16)
         strided = torch.cat([query, query], 1)[:, :heads], latent.t().contiguous().t(), selected
         out = flashmla.run(*strided, 0.05, 512)
         assert out.shape == (4, heads, 512)
         expected = dense(query, latent, selected, 0.05, 512)
         assert (out - expected).abs().max() < expected.abs().max() / 128
+    assert padded == [64, 64, 64, 128, 128, 128, 64]  # 130 heads: 128 and 2
 
 
 def test_flashmla_says_why_it_cannot_serve(install, monkeypatch):
