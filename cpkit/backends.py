@@ -55,9 +55,9 @@ class Registry:
             return self.known[name], "asked for"
         passed: list[str] = []
         for backend in self.known.values():
-            reason = backend.missing(device_type, dtype, head_dim)
-            if not backend.exact and not reason:
-                reason = "not transformers' own arithmetic, ask for it by name"
+            reason = "not transformers' own arithmetic, ask for it by name"
+            if backend.exact:
+                reason = backend.missing(device_type, dtype, head_dim)
             if not reason:
                 return backend, "; ".join([*passed, f"{backend.name} is the first that can serve"])
             passed.append(f"{backend.name}: {reason}")

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from .layout import Layout, layout, strategies
+from .topology import head_dim
 
 __all__ = ["Kept", "Term", "Work", "choose_strategy", "imbalance"]
 
@@ -34,7 +35,7 @@ class Work:
     def of(cls, config: Any) -> Work:
         """Counted from a GQA model's config."""
         hidden, heads = config.hidden_size, config.num_attention_heads
-        head = getattr(config, "head_dim", None) or hidden // heads
+        head = head_dim(config)
         attention = hidden * head * 2 * (heads + getattr(config, "num_key_value_heads", heads))
         width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
         mlp = 3 * hidden * width * (getattr(config, "num_experts_per_tok", None) or 1)
@@ -66,11 +67,10 @@ class Kept:
     @classmethod
     def of(cls, config: Any) -> list[Kept]:
         """Keys and values of a GQA model."""
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         window = getattr(config, "sliding_window", None)
         kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
         sliding = kinds.count("sliding_attention") * config.num_hidden_layers // len(kinds) if window else 0
-        width = 2 * config.num_key_value_heads * size
+        width = 2 * config.num_key_value_heads * head_dim(config)
         layers = {float("inf"): config.num_hidden_layers - sliding, float((window or 1) - 1): sliding}
         return [cls("kv", width, count, last=last) for last, count in layers.items() if count]
 

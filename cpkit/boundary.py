@@ -146,9 +146,7 @@ class BaseModelBoundary(WholeWeights):
                 if self.cp_session.enabled:
                     self.cp_session.enter_decode(tokens, attention_mask, cache)
                 if self.cp_session.enabled and self.cp_session.own_decoding:
-                    given["cu_seq_lens"] = None
                     context = self.cp_session.enter_own_decode(given, cache)
-                    context.callers = frozenset(kwargs)
                     outputs = self._run(context, tokens, input_ids is None, kwargs)
                     outputs = self._whole(outputs, context, cache, cp_logits_to_keep)
                 else:
@@ -162,7 +160,6 @@ class BaseModelBoundary(WholeWeights):
                 kwargs.pop("cu_seq_lens_k", None)
                 rest = (cp_logits_to_keep, sorted((k, v) for k, v in kwargs.items() if isinstance(v, bool | int)))
                 context, store = self.cp_session.enter(given, cache, use_cache, problem, rest)
-                context.callers = frozenset(kwargs)
                 self.cp_session.context = context
                 try:
                     outputs = self._run(context, tokens, input_ids is None, kwargs)
@@ -174,6 +171,7 @@ class BaseModelBoundary(WholeWeights):
     @torch.no_grad()
     def _run(self, context, tokens, embedded, kwargs):
         """The family's own forward on this rank's rows."""
+        context.callers = frozenset(kwargs)
         flat = tokens.flatten(0, 1)[context.batch.slots[context.held].to(tokens.device)].unsqueeze(0)
         return super().forward(
             input_ids=None if embedded else flat,

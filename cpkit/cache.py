@@ -9,6 +9,9 @@ nothing of the policy; a new one is a subclass in ``PREFILL_CACHES``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 from transformers import Cache
 
@@ -34,7 +37,7 @@ class PrefillCache(Cache):
 
 
 class ReplicatedCache(PrefillCache):
-    """Every rank keeps the whole cache, so decoding is transformers' own."""
+    """Every rank keeps the whole cache, so decoding needs no other rank."""
 
     def __init__(self, context: ForwardContext, store: Cache | None):
         super().__init__(context, store)
@@ -94,8 +97,8 @@ class ReplicatedCache(PrefillCache):
         return torch.cat(places), _consecutive([len(p) for p in places])
 
 
-def _consecutive(lengths) -> Spans:
-    return [(sum(lengths[:i]), length) for i, length in enumerate(lengths)]
+def _consecutive(lengths: Sequence[int]) -> Spans:
+    return list(zip(accumulate(lengths, initial=0), lengths, strict=False))
 
 
 PREFILL_CACHES: dict[str, type[PrefillCache]] = {"replicated": ReplicatedCache}

@@ -256,12 +256,15 @@ def head_dims(config: Any) -> dict[str, int]:
 def kept(config: Any) -> list[Kept]:
     """Latents with their rope keys in all layers, index keys in those that have an indexer of their own; all heads, and
     so all TP ranks, share them."""
-    layers = config.num_hidden_layers
-    scored = (getattr(config, "indexer_types", None) or ["full"] * layers).count("full")
     return [
-        Kept("kv", config.kv_lora_rank + config.qk_rope_head_dim, layers, shared=True),
-        Kept("index keys", config.index_head_dim, scored, shared=True),
+        Kept("kv", config.kv_lora_rank + config.qk_rope_head_dim, config.num_hidden_layers, shared=True),
+        Kept("index keys", config.index_head_dim, _scoring_layers(config), shared=True),
     ]
+
+
+def _scoring_layers(config: Any) -> int:
+    """Layers that have an indexer of their own."""
+    return (getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers).count("full")
 
 
 def work(config: Any) -> Work:
@@ -273,8 +276,7 @@ def work(config: Any) -> Work:
     projections = query + c.hidden_size * (c.q_lora_rank + c.kv_lora_rank + rope)
     attention = projections + heads * (width * c.kv_lora_rank + c.v_head_dim * c.hidden_size)
     experts = 3 * c.hidden_size * c.moe_intermediate_size * (c.num_experts_per_tok + c.n_shared_experts)
-    kinds = getattr(c, "indexer_types", None) or ["full"]
-    scored = kinds.count("full") / len(kinds)
+    scored = _scoring_layers(c) / c.num_hidden_layers
     indexer = scored * (c.q_lora_rank * c.index_n_heads * c.index_head_dim + c.hidden_size * c.index_head_dim)
     return Work(
         2.0 * (attention + indexer + experts),

@@ -32,13 +32,13 @@ from .errors import ConfigurationError, UnsupportedModel
 from .kernels import KINDS
 from .layout import strategies
 from .session import Options, Session
-from .topology import Topology, num_experts
+from .topology import Topology, head_dim, num_experts
 
 __all__ = ["Family", "apply", "disabled", "family_of", "register_family", "remove"]
 
 
 def _attention_head_dim(config: Any) -> dict[str, int]:
-    return {"attention": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads}
+    return {"attention": head_dim(config)}
 
 
 @dataclass(frozen=True)

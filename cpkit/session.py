@@ -154,7 +154,7 @@ class Session:
         tokens = inputs["tokens"]
         assert tokens is not None
         shape = (tokens.shape[0], tokens.shape[1])
-        rest = (inputs["attention_mask"], inputs["position_ids"], inputs["cu_seq_lens"])
+        rest = (inputs["attention_mask"], inputs["position_ids"], inputs.get("cu_seq_lens"))
         batch = read_batch(shape, past, *rest, cached=cached)
         if batch.prefix_has_holes and getattr(self.config, "sliding_window", None):
             raise UnsupportedInput(_PADDED_WINDOW)

@@ -158,8 +158,12 @@ def _divided_sizes(config) -> dict[str, int]:
         shared = config.moe_intermediate_size * config.n_shared_experts
         width = config.qk_nope_head_dim + config.v_head_dim
         return {"kv_b_proj": heads * width, "o_proj": heads * config.v_head_dim, "shared_experts": shared}
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return {"k_proj": config.num_key_value_heads * head_dim}
+    return {"k_proj": config.num_key_value_heads * head_dim(config)}
+
+
+def head_dim(config) -> int:
+    """Size of an attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def num_experts(config) -> int:

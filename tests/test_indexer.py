@@ -125,16 +125,22 @@ def fake_deepgemm(release, change=lambda x: x, dtype=torch.float32):
     }[release]
 
 
-@pytest.fixture
-def install(monkeypatch):
-    """Puts a package in deep_gemm's place."""
+def installs(name, kernel):
+    """A fixture that puts a package in the place of ``name``, which ``kernel`` binds."""
 
-    def put(package):
-        monkeypatch.setitem(sys.modules, "deep_gemm", package)
-        deepgemm.kernel.cache_clear()
+    @pytest.fixture
+    def install(monkeypatch):
+        def put(package):
+            monkeypatch.setitem(sys.modules, name, package)
+            kernel.cache_clear()
 
-    yield put
-    deepgemm.kernel.cache_clear()
+        yield put
+        kernel.cache_clear()
+
+    return install
+
+
+install = installs("deep_gemm", deepgemm.kernel)
 
 
 def on_cuda(*args):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,7 @@ from cpkit import ConfigurationError
 from cpkit.sparse_attention import SPARSE_ATTENTION, flashmla, gathered
 
 from .ranks import run_ranks
-from .test_indexer import PretendCuda
+from .test_indexer import PretendCuda, installs
 
 
 def dense(query, latent, selected, scale, value_dim):
@@ -117,16 +116,7 @@ def fake_flashmla(release, change=lambda x: x):
     return SimpleNamespace(flash_mla_sparse_fwd=functions[release]) if release in functions else SimpleNamespace()
 
 
-@pytest.fixture
-def install(monkeypatch):
-    """Puts a package in flash_mla's place."""
-
-    def put(package):
-        monkeypatch.setitem(sys.modules, "flash_mla", package)
-        flashmla.kernel.cache_clear()
-
-    yield put
-    flashmla.kernel.cache_clear()
+install = installs("flash_mla", flashmla.kernel)
 
 
 @pytest.mark.parametrize("release", ["first", "upstream", "fork"])

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from ..backends import Backend, Registry
+from ..backends import Registry
 
-__all__ = ["INDEXER", "Backend", "Space", "blocks", "everything", "top_positions"]
+__all__ = ["INDEXER", "Space", "blocks", "everything", "select", "top_positions"]
 
 INDEXER = Registry("indexer")
 
@@ -71,6 +71,36 @@ class Space:
         return self.last[name]
 
 
+def select(
+    query: torch.Tensor,
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+    topk: int,
+    rows_for: Callable[[int], int],
+    score: Callable[[slice, int, int, Space], torch.Tensor],
+) -> torch.Tensor:
+    """What a backend returns, block by block. ``score(rows, start, stop, space)`` gives ``[rows, stop - start]`` fp32
+    scores of those rows against the keys from ``start`` on, and anything for keys past a row's end; they may lie in
+    ``space``, and are overwritten."""
+    selected = query.new_empty((len(starts), topk), dtype=torch.int32)
+    space = Space(query.device)
+    for first, last, start, low, high in blocks(starts, ends, rows_for):
+        rows = slice(first, last)
+        if high - start <= topk:
+            selected[rows] = everything(starts[rows], ends[rows], topk)
+            continue
+        scores = score(rows, start, high, space)
+        limits = (ends[rows] - start).to(scores.device).unsqueeze(1)
+        edge = low - start  # every row sees the columns before it
+        columns = torch.arange(edge, high - start, device=scores.device)
+        scores[:, edge:].masked_fill_(columns >= limits, float("-inf"))
+        positions = top_positions(scores, topk, space)
+        if edge < topk:  # some rows see fewer
+            positions = positions.masked_fill(positions >= limits, -1 - start)
+        selected[rows] = positions + start
+    return selected
+
+
 def top_positions(scores: torch.Tensor, topk: int, space: Space) -> torch.Tensor:
     """``[rows, topk]`` int64 columns of the largest of ``[rows, columns]`` fp32 scores, ascending; among equal ones the
     lower. NaN counts as larger than anything, as in ``torch.topk``.
@@ -106,4 +136,4 @@ from .blocked import BACKEND as _BLOCKED  # noqa: E402  (they need what is above
 from .deepgemm import BACKEND as _DEEPGEMM  # noqa: E402
 
 INDEXER.register(_BLOCKED)
-INDEXER.register(_DEEPGEMM)  # last, so that `auto` does not even load it
+INDEXER.register(_DEEPGEMM)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ..backends import Backend
-from . import Space, blocks, everything, top_positions
+from . import Space, select
 
 
 class Budget(NamedTuple):
@@ -35,23 +35,12 @@ def run(
 ) -> torch.Tensor:
     """See ``cpkit.indexer``."""
     budget = BUDGETS.get(query.device.type, BUDGETS["cuda"])
-    selected = query.new_empty((len(query), topk), dtype=torch.int32)
     query, key = query.float(), key.float()
-    space = Space(query.device)
-    for first, last, start, low, high in blocks(starts, ends, budget.rows):
-        if high - start <= topk:
-            selected[first:last] = everything(starts[first:last], ends[first:last], topk)
-            continue
-        scores = score(query[first:last], weights[first:last], key[start:high], budget.tile, space)
-        limits = (ends[first:last] - start).to(scores.device).unsqueeze(1)
-        edge = low - start  # every row sees the columns before it
-        columns = torch.arange(edge, high - start, device=scores.device)
-        scores[:, edge:].masked_fill_(columns >= limits, float("-inf"))
-        positions = top_positions(scores, topk, space)
-        if edge < topk:  # some rows see fewer
-            positions = positions.masked_fill(positions >= limits, -1 - start)
-        selected[first:last] = positions + start
-    return selected
+
+    def scored(rows: slice, start: int, stop: int, space: Space) -> torch.Tensor:
+        return score(query[rows], weights[rows], key[start:stop], budget.tile, space)
+
+    return select(query, starts, ends, topk, budget.rows, scored)
 
 
 def score(query: torch.Tensor, weights: torch.Tensor, key: torch.Tensor, tile: int, space: Space) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from ..backends import Backend
 from ..errors import ConfigurationError
-from . import Space, blocks, everything, top_positions
+from . import Space, select
 
 SCORES = 1 << 28  # at a time: 1 GiB
 LARGEST = 448.0  # of e4m3
@@ -37,21 +37,13 @@ def run(
     topk: int,
 ) -> torch.Tensor:
     """See ``cpkit.indexer``."""
-    selected = query.new_empty((len(query), topk), dtype=torch.int32)
-    keys, space = _rounded(key), Space(query.device)
-    for first, last, start, low, high in blocks(starts, ends, _rows):
-        rows = slice(first, last)
-        if high - start <= topk:
-            selected[rows] = everything(starts[rows], ends[rows], topk)
-            continue
+    keys = _rounded(key)
+
+    def scored(rows: slice, start: int, stop: int, space: Space) -> torch.Tensor:
         ranges = torch.stack([starts[rows], ends[rows]]).int().to(query.device)
-        scores = score(query[rows], weights[rows], keys, ranges, high - start)
-        limits = (ranges[1] - start).unsqueeze(1)
-        columns = torch.arange(low - start, high - start, device=query.device)
-        scores[:, low - start :].masked_fill_(columns >= limits, float("-inf"))  # nothing was written there
-        positions = top_positions(scores, topk, space)
-        selected[rows] = torch.where(positions < limits, positions + start, -1)
-    return selected
+        return score(query[rows], weights[rows], keys, ranges, stop - start)
+
+    return select(query, starts, ends, topk, _rows, scored)
 
 
 def _rows(keys: int) -> int:

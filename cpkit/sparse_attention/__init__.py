@@ -10,9 +10,9 @@ fp32 or the query's dtype, with the softmax in fp32. Every row selects at least 
 
 from __future__ import annotations
 
-from ..backends import Backend, Registry
+from ..backends import Registry
 
-__all__ = ["SPARSE_ATTENTION", "Backend"]
+__all__ = ["SPARSE_ATTENTION"]
 
 SPARSE_ATTENTION = Registry("sparse_attention")
 
